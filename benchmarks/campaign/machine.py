@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import shutil
+import signal
 import struct
 import subprocess
 from collections.abc import Iterator
@@ -97,9 +98,10 @@ def few_open_files(site: Site) -> None:
 
 
 def small_files_only(site: Site) -> None:
-    """Files may not grow beyond a size, as under a quota: checkpoints cannot be written."""
+    """Files may not grow beyond a size, as under a quota: checkpoints cannot be written. The size holds for the file of
+    the command's output, too, which is smaller."""
     stopped(site)
-    site.attempt("", codes={0, 2}, limits={"RLIMIT_FSIZE": 4096})
+    site.attempt("", codes={0, 2}, limits={"RLIMIT_FSIZE": 8192})
 
 
 def no_folder_for_temporary_files(site: Site) -> None:
@@ -118,11 +120,14 @@ def port_taken(site: Site) -> None:
 
 
 def two_runs(site: Site) -> None:
-    """The command is given a second time while the run trains: it is refused, and the run is not disturbed."""
+    """The command is given a second time while the run trains: it is refused, and the run is not disturbed. The run
+    stands still meanwhile, so that it does not end before."""
     first = site.start()
     site.await_step(saved=False)
+    first.signal(signal.SIGSTOP, everybody=True)
     second = site.start()
     site.judge(MISTAKE, r"another run is at work in this directory: process \d+ on ", command=second)
+    first.signal(signal.SIGCONT, everybody=True)
     site.judge({0}, command=first)
     site.settle()
     site.finish()
