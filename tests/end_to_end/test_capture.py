@@ -454,6 +454,16 @@ def test_an_error_inside_a_model_is_named_with_its_module_and_line() -> None:
     assert caught.value.where == f"module inner, tests/end_to_end/test_capture.py:{line}"
 
 
+@pytest.mark.parametrize("error", [RuntimeError("std::bad_alloc"), MemoryError()])
+def test_a_trace_without_memory(error: Exception) -> None:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        raise error
+
+    with pytest.raises(CaptureError, match="not enough memory to trace the step") as caught:
+        capture(nn.Linear(2, 2), loss, {"x": torch.zeros(2, 2)})
+    assert "opaque" not in caught.value.remedy
+
+
 def test_a_parameter_that_is_reached_past_the_model_is_refused() -> None:
     model = nn.Linear(4, 4)
     weight = model.weight

@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -151,6 +152,19 @@ def test_a_run_that_has_saved_in_time_is_left_alone() -> None:
         until(lambda: preemption.due(2) == "SIGTERM")
     time.sleep(0.2)
     assert codes == []
+
+
+def test_without_memory_for_a_thread_a_rank_is_still_asked_to_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(timer: threading.Timer) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with Preemption(5.0) as preemption:
+        monkeypatch.setattr(threading.Timer, "start", refuse)
+        preemption.ask("SIGTERM")
+        assert preemption.due(5) == "SIGTERM"
+    assert "SIGTERM: no thread can be started that would end this rank in 5 s" in caplog.text
 
 
 @pytest.fixture

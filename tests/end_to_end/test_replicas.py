@@ -255,6 +255,47 @@ def test_others_go_on_when_a_replica_dies_and_it_joins_again(rule: str, tmp_path
     assert "replica 1 has died" in said[0]
 
 
+def comes_too_late(rule: str, directory: str) -> tuple[int, int]:
+    """Train on two replicas. Replica 0 kills itself, and comes again when the other has left. Return the number of this
+    replica, and how many steps it has made since it was started."""
+    has_left, dead = Path(directory, "has left"), Path(directory, "dead")
+    while dead.exists() and not has_left.exists() and launch.what_is_launched().replica == 0:
+        time.sleep(0.01)
+    trainer = trainer_of(mw.Layout(replicas=2, consistency=rule))
+    assert trainer.replica is not None
+    first = trainer.step_number
+    while trainer.step_number < 7:
+        if trainer.replica.number == 0 and trainer.step_number == 4 and not dead.exists():
+            dead.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        assert torch.isfinite(trainer.step(batch(trainer.step_number)))
+    trainer.replica.leave()
+    assert not trainer.replica.has_state_of_another
+    has_left.touch()
+    return trainer.replica.number, trainer.step_number - first
+
+
+@pytest.mark.parametrize("rule", ["local(2)", "gossip(one-peer, push=on, staleness=any)", "easgd(0.2, mode=async)"])
+def test_a_replica_that_comes_too_late_goes_on_alone(rule: str, tmp_path: Path) -> None:
+    said: list[str] = []
+    number, steps = run_replicas(
+        comes_too_late, rule, str(tmp_path), num_replicas=2, num_ranks=1, directory=tmp_path, tell=said.append
+    )
+    assert (number, steps) == (0, 7), "it has no checkpoint"
+    assert len(said) == 1, said
+
+
+def test_a_replica_that_comes_after_the_servers_have_ended(tmp_path: Path) -> None:
+    said: list[str] = []
+    number, _ = run_replicas(
+        comes_too_late, "partial(majority, copies=2)", str(tmp_path), num_replicas=2, num_ranks=1, directory=tmp_path,
+        restarts=1, tell=said.append,
+    )  # fmt: skip
+    assert number == 1
+    assert "the servers have ended with them" in said[1]
+    assert f"the result is that of replica 1, in {tmp_path / 'replica-1'}" in said[2]
+
+
 # --- mistakes --------------------------------------------------------------------------------------------------------
 
 

@@ -260,6 +260,9 @@ def _not_traceable(error: Exception, provenance: Provenance) -> CaptureError:
     lines = filter(None, (user_line(frame.filename, frame.lineno) for frame in frames))
     kind, text = type(error).__name__, str(error)
     first = next(iter(text.strip().splitlines()), kind)
+    if isinstance(error, MemoryError) or "bad_alloc" in text:
+        what, remedy = "there is not enough memory to trace the step", "free memory, or raise its limit (ulimit -v)"
+        return CaptureError(what, where=next(lines, provenance.source), remedy=remedy)
     asks_values = "DataDependent" in kind or "data-dependent" in text or "_local_scalar_dense" in text
     if asks_values or "GuardOn" in kind:
         what = f"data-dependent control flow: the step asks for the value of a tensor ({first})"

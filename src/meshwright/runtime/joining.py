@@ -17,6 +17,7 @@ from meshwright.consistency.base import Exchange
 from meshwright.consistency.copies import serve
 from meshwright.consistency.packing import packed, unpacked
 from meshwright.consistency.peers import PeerExchange
+from meshwright.consistency.rules import servers_of
 from meshwright.consistency.server_state import hyperparameters
 from meshwright.errors import LayoutError, LostRankError
 from meshwright.ir.consistency import Consistency, Ensemble, Partial, Server, Sync, consistency_of, is_asynchronous
@@ -61,7 +62,8 @@ def start(plan: PlanArgument, layout: Layout, device: torch.device | str | None)
 def join(trainer: Trainer, place: World) -> None:
     """Join a trainer with the trainers of the other replicas, by the consistency rule of its plan. Replicas must start
     with the same model, plan and weights. A replica that was restarted takes over the state of a living replica:
-    parameters, optimizer, step. The replicas connect in the first step, so a checkpoint may be loaded before it.
+    parameters, optimizer, step. It goes on alone if all others have made their last steps. The replicas connect in the
+    first step, so a checkpoint may be loaded before it.
 
     Raises:
         RankError: this replica's model, plan or weights differ from the others'.
@@ -88,7 +90,25 @@ def join(trainer: Trainer, place: World) -> None:
     trainer.replica.snapshot = partial(snapshot, trainer, trainer.replica)
     trainer.replica.hyperparameters = partial(hyperparameters, trainer.optimizer)
     if life and not isinstance(rule, Ensemble):
-        take_over(trainer, trainer.replica)
+        _join_again(trainer, trainer.replica)
+
+
+def _join_again(trainer: Trainer, replica: Replica) -> None:
+    """Join as a replica that was restarted: take over the state of a living replica. If all others have made their last
+    steps meanwhile, go on alone, from the latest checkpoint of this replica.
+
+    Raises:
+        LostRankError: no other replica is alive, or the others have left, and with them the servers.
+    """
+    if not from_rank_0(replica.others_have_left):
+        take_over(trainer, replica)
+        replica.has_state_of_another = True
+    elif servers_of(replica.connection.rule):
+        problem = "the others have made their last steps, and the servers have ended with them"
+        raise LostRankError(problem, where=replica_name(replica.number), remedy="use the model of another replica")
+    elif trainer.rank == 0:
+        log.warning("replica %d goes on alone from its own checkpoint: the others have made their last steps",
+                    replica.number)  # fmt: skip
 
 
 def serve_only(trainer: Trainer, place: World) -> NoReturn:

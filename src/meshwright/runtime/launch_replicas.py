@@ -50,15 +50,17 @@ def run_replicas(
     errors: list[tuple[int, BaseException]] = []
     stopped = threading.Event()
 
+    def place_of(replica: int) -> Path:
+        return directory if replica == 0 else directory / f"replica-{replica}"
+
     def live(replica: int) -> None:
         meet = f"{launch.HOST}:{store.port}"
         environment = cores | {"MESHWRIGHT_REPLICA": f"{replica}", "MESHWRIGHT_MEET": meet}
-        place = directory if replica == 0 else directory / f"replica-{replica}"
         attempt = 0
         while True:
             try:
                 results[replica] = run_ranks(
-                    function, *args, num_ranks=num_ranks, directory=place, environment=environment
+                    function, *args, num_ranks=num_ranks, directory=place_of(replica), environment=environment
                 )
                 return
             except (FailedRankError, LostRankError) as error:
@@ -96,4 +98,7 @@ def run_replicas(
         raise wrong
     if not results:
         raise errors[0][1] if errors else MeshwrightError("no replica was started", where="replicas")
-    return results[min(results)]
+    complete = min(results)
+    if complete:
+        tell(f"replica 0 has not made its last step; the result is that of replica {complete}, in {place_of(complete)}")
+    return results[complete]

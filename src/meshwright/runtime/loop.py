@@ -186,6 +186,8 @@ class Loop:
             self.evaluate()
         self.meter.finish()
         self.status.set("while saving the last step")
+        if trainer.replica is not None and trainer.replica.has_state_of_another and trainer.step_number < first:
+            trainer.save_in(self.checkpoints, keep=self.options.keep, loader=self.loader)  # a peer made the last step
         trainer.wait_for_save()
         self.copies.finish()
         if trainer.replica is not None:

@@ -114,9 +114,13 @@ class Preemption:
             if self._reason:
                 return
             self._reason, self._asked_s = reason, time.monotonic()
-            self._timer = threading.Timer(self._grace_s, self._give_up)
-            self._timer.daemon = True
-            self._timer.start()
+            timer = threading.Timer(self._grace_s, self._give_up)
+            timer.daemon = True
+            try:
+                timer.start()
+                self._timer = timer
+            except RuntimeError:  # no memory is left for a thread
+                log.warning("%s: no thread can be started that would end this rank in %g s", reason, self._grace_s)
             if self._store is not None:
                 self._tell()
 

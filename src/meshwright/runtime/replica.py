@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from meshwright.consistency.rules import exchange_of, participants, takes_gradie
 from meshwright.consistency.server import ServerExchange
 from meshwright.consistency.server_state import Make
 from meshwright.errors import CheckpointError, LostRankError, RankError
-from meshwright.ir.consistency import Consistency, Ensemble, Server
+from meshwright.ir.consistency import Consistency, Server
 from meshwright.ir.mesh import AxisGroup
 from meshwright.runtime import launch, trust
 from meshwright.runtime.checkpoint import Stateful
@@ -142,7 +142,8 @@ class Replica:
     servers.
 
     ``loader``: the training data; a joining replica gets its position. ``loader_state``: the position that this replica
-    got when it joined. ``moment`` counts these calls. Ranks of the replica are at the same moment if they are in the
+    got when it joined. ``has_state_of_another``: whether this replica was restarted, and has taken over the state of a
+    living replica. ``moment`` counts these calls. Ranks of the replica are at the same moment if they are in the
     same call.
 
     A rank that holds no first copy of a tensor exchanges a single number instead.
@@ -159,14 +160,10 @@ class Replica:
         self._nothing = torch.zeros(1)
         self._saved: dict[str, Tensor] = {}
         self._left = False
+        self.has_state_of_another = False
         self.moment = 0
         self.loader: Stateful | None = None
         self.loader_state: dict[str, Any] | None = None
-
-    @property
-    def has_state_of_another(self) -> bool:
-        """Whether this replica was restarted, and has taken over the state of a living replica."""
-        return self.connection.life > 0 and not isinstance(self.connection.rule, Ensemble)
 
     def connected(self) -> Exchange[Any]:
         """This rank's exchange. The first call starts the servers in this process, and waits for the other replicas."""
@@ -280,6 +277,20 @@ class Replica:
             self.exchange.leave()
             for each in self.hosted:
                 each.thread.join()
+            with suppress(dist.DistError):  # the store may be gone already
+                self._store.set(_left(self.number), "")
+
+    def others_have_left(self) -> bool:
+        """Whether all other replicas have made their last steps and left, so that nobody is there whom this replica
+        could join."""
+        return all(
+            self._store.check([_left(other)]) for other in range(self.world.num_replicas) if other != self.number
+        )
+
+    @property
+    def _store(self) -> dist.Store:
+        assert self.world.store is not None
+        return self.world.store
 
     def _own(self, flats: list[Tensor]) -> list[Tensor]:
         return [flats[index] for index in self._owned] or [self._nothing]
@@ -326,6 +337,11 @@ def check_like_first(store: dist.Store, world: World, column: int, said: dict[st
     first = json.loads(awaited(store, f"start/{column}/0", 0))
     where = replica_name(world.replica) if world.server < 0 else f"server {world.server}"
     _compare({key: value for key, value in first.items() if key in said}, said, where)
+
+
+def _left(replica: int) -> str:
+    """The key in the store which says that a replica has left."""
+    return f"left/{replica_name(replica)}"
 
 
 def awaited(store: dist.Store, key: str, replica: int) -> str:
