@@ -7,7 +7,8 @@ if it passes in gloo's place. Tests that ask C++ for the group's name count unde
 forks of a process that has imported PyTorch once, and one test runs after the other. Nothing is timed.
 
 The scripts with which accelerate tests itself (``accelerate test``) run on 2 ranks of a CPU, on gloo and on ours in
-gloo's place. They must end well, and print the same. transformers' own tests of losses are not in its wheel.
+gloo's place. They must end without an error, and print the same.
+transformers' own tests of losses are not in its wheel.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ Outcomes = dict[str, dict[str, Any]]
 
 
 def run(side: str, world: int, tests: Sequence[str] = ()) -> Outcomes:
-    """Run tests (default: all) on one side; by name what came of each."""
+    """Run tests (default: all) on one side. Map their names to their outcomes."""
     environment = {**os.environ, **SIDES[side], "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "benchmarks.conformance_case", *tests]
     process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    found = {outcome["name"]: outcome for outcome in _outcomes(process.stdout)}
-    if process.returncode or not found:
+    outcomes = {outcome["name"]: outcome for outcome in _outcomes(process.stdout)}
+    if process.returncode or not outcomes:
         raise RuntimeError(f"{side} on {world} ranks ended with {process.returncode}:\n{process.stderr[-4000:]}")
-    return found
+    return outcomes
 
 
 def _outcomes(text: str) -> Iterator[dict[str, Any]]:
@@ -65,13 +66,13 @@ def _outcomes(text: str) -> Iterator[dict[str, Any]]:
 
 
 def ours(name: str, found: Mapping[str, Outcomes]) -> str:
-    """What came of a test on our backend."""
+    """The outcome of a test on our backend."""
     outcome: str = found[OWN if name in NAMED else IN_PLACE][name]["outcome"]
     return outcome
 
 
 def judged(world: int, found: Mapping[str, Outcomes]) -> Check:
-    """Of the tests that gloo passes, how many pass on ours; the others by reason."""
+    """The share of the tests that pass on gloo and on ours, and the reasons why others are skipped."""
     passed = [name for name, outcome in found[GLOO].items() if outcome["outcome"] == PASSED]
     right = [name for name in passed if ours(name, found) == PASSED]
     skipped = Counter(_reason(each) for each in found[GLOO].values() if each["outcome"] == SKIPPED)
@@ -92,12 +93,12 @@ def judged(world: int, found: Mapping[str, Outcomes]) -> Check:
 
 
 def _reason(outcome: Mapping[str, Any]) -> str:
-    """Why a test was skipped, in a line."""
+    """The reason why a test was skipped, in one line."""
     return " ".join(str(outcome["why"]).split())[:REASON]
 
 
 def launched(script: str, backend: str) -> tuple[bool, list[str], str]:
-    """Run a script of accelerate on 2 ranks: whether it ends well, the lines that it prints, and its last error."""
+    """Run a script of accelerate on 2 ranks: whether it passes, the lines that it prints, and its last error."""
     environment = {**os.environ, "BACKEND": backend, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     machine = ("--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no")
     command = [
@@ -110,18 +111,19 @@ def launched(script: str, backend: str) -> tuple[bool, list[str], str]:
 
 
 def programs() -> Check:
-    """Of accelerate's scripts that end well on gloo, how many do so on ours, and print the same."""
+    """The share of accelerate's scripts that end without an error on gloo and on ours, and print the same."""
     right, total, notes = 0, 0, {}
     for script in SCRIPTS:
         passes, lines, error = launched(script, "gloo")
         if not passes:
             notes[f"not applicable: {script}"] = error
             continue
-        mine, printed, problem = launched(script, NAME)
-        total, right = total + 1, right + (mine and printed == lines)
-        notes[script] = f"{len(lines)} lines, all equal" if mine and printed == lines else problem or "prints otherwise"
+        passes, printed, problem = launched(script, NAME)
+        equal = passes and printed == lines
+        total, right = total + 1, right + equal
+        notes[script] = f"{len(lines)} lines, all equal" if equal else problem or "prints other lines"
     return Check(
-        target="2 ranks: accelerate's own scripts that end well on gloo and CPUs end well on ours, and print the same",
+        target="2 ranks: accelerate's own scripts that pass on gloo and CPUs pass on ours, and print the same",
         verdict="pass" if right == total > 0 else "fail",
         measured=f"{right} of {total}; {len(SCRIPTS) - total} of {len(SCRIPTS)} do not run on gloo and CPUs",
         passed=right,
@@ -131,7 +133,7 @@ def programs() -> Check:
 
 
 def table(worlds: Mapping[int, Mapping[str, Outcomes]]) -> str:
-    """A row for each test that gloo runs, and one for each reason why it skips others."""
+    """A row for each test that gloo runs, and for each reason why it skips others."""
     names = sorted({name for found in worlds.values() for name in found[GLOO]})
     lines = [f"| test | {' | '.join(f'gloo, {world} ranks | ours' for world in worlds)} |"]
     lines.append("| --- |" + " --- |" * (2 * len(worlds)))
@@ -141,7 +143,7 @@ def table(worlds: Mapping[int, Mapping[str, Outcomes]]) -> str:
         if all(theirs == SKIPPED for theirs, _ in outcomes):
             reasons[_reason(next(iter(worlds.values()))[GLOO][name])] += 1
         else:
-            lines.append(f"| {name} | {' | '.join(f'{theirs} | {mine}' for theirs, mine in outcomes)} |")
+            lines.append(f"| {name} | {' | '.join(f'{gloo} | {own}' for gloo, own in outcomes)} |")
     lines += ["", "| not applicable, because | tests |", "| --- | ---: |"]
     lines += [f"| {reason.replace('|', '/')} | {count} |" for reason, count in reasons.most_common()]
     return "\n".join(lines)
@@ -150,9 +152,11 @@ def table(worlds: Mapping[int, Mapping[str, Outcomes]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print and write."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--world", type=int, choices=WORLDS, action="append", help="only so many ranks; no file")
-    parser.add_argument("--programs", action="store_true", help="only programs of other packages; no file")
-    parser.add_argument("tests", nargs="*", help="only these tests; no file")
+    parser.add_argument(
+        "--world", type=int, choices=WORLDS, action="append", help="only this number of ranks; writes no file"
+    )
+    parser.add_argument("--programs", action="store_true", help="only programs of other packages; writes no file")
+    parser.add_argument("tests", nargs="*", help="only these tests; writes no file")
     options = parser.parse_args(arguments)
     worlds: dict[int, dict[str, Outcomes]] = {}
     with Console(stderr=True).status("conformance") as status:
@@ -161,15 +165,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for side in SIDES:
                 status.update(f"{world} ranks, {side}")
                 worlds[world][side] = run(side, world, options.tests)
-        found: list[Finding] = [judged(world, outcomes) for world, outcomes in worlds.items()]
+        findings: list[Finding] = [judged(world, outcomes) for world, outcomes in worlds.items()]
         if not options.world and not options.tests:
             status.update("programs of other packages")
-            found.append(programs())
+            findings.append(programs())
     if not options.world and not options.tests and not options.programs:
         settings = {f"{world} ranks": Settings(ranks=world, threads=1) for world in WORLDS}
         text = (__doc__ or "").partition("\n\n")[2].strip() + "\n\n" + table(worlds)
-        report.write("conformance", "PyTorch's own tests", COMMAND, "Nothing.", settings, found, text)
-    return report.alone(found)
+        report.write("conformance", "PyTorch's own tests", COMMAND, "Nothing.", settings, findings, text)
+    return report.alone(findings)
 
 
 if __name__ == "__main__":

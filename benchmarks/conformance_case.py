@@ -2,10 +2,10 @@
 
     BACKEND=meshwright WORLD_SIZE=2 python -m benchmarks.conformance_case TEST...
 
-``MESHWRIGHT_FOR_GLOO=1`` with ``BACKEND=gloo``: what is called gloo in the tests is Meshwright's backend. So tests that
-are only for gloo run, and what they ask of gloo (profiler events, ``monitored_barrier``, timeouts) is asked of ours.
+``MESHWRIGHT_FOR_GLOO=1`` with ``BACKEND=gloo``: the tests get Meshwright's backend under the name gloo. So tests that
+are only for gloo run too, and check profiler events, ``monitored_barrier`` and timeouts of our backend.
 
-One line of JSON a test: its name, what came of it, why, and seconds.
+It prints one line of JSON for each test: its name, outcome, reason, and seconds.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def names() -> list[str]:
 
 
 def run(name: str) -> dict[str, Any]:
-    """Run a test: what came of it."""
+    """Run a test, and return its outcome."""
     begun, result = time.monotonic(), unittest.TestResult()
     Conformance(name).run(result)
     outcome, why = "passed", ""

@@ -1,4 +1,4 @@
-"""Do exports compute what plans do, and do other trainers accept them? ``make bench-export`` prints the verdicts.
+"""Do exported files give the losses of their plans, and do other trainers accept them? ``make bench-export``
 
 losses     Small Hugging Face models with random weights on two ranks, in float64: three steps by the plan, and three by
            the exported file for FSDP2. Casts to float32 inside of models are made to float64 on both sides.
@@ -60,13 +60,15 @@ def loss_findings() -> Iterator[Finding]:
             errors, gaps = {}, {}
             for model in MODELS:
                 plan = exports.planned(model, layout)
-                made = exports.exported(model, plan)
-                found = ranks(layout.num_ranks, exports.compare, model, plan, exports.text_of(made), timeout=900)
-                errors[model] = max(one.error for one in found)
-                gaps[model] = [gap.what for gap in made.gaps]
+                exported = exports.exported(model, plan)
+                all_losses = ranks(
+                    layout.num_ranks, exports.compare, model, plan, exports.text_of(exported), timeout=900
+                )
+                errors[model] = max(losses.error for losses in all_losses)
+                gaps[model] = [gap.what for gap in exported.gaps]
             passed = sum(error <= TOLERANCE for error in errors.values())
             words = ", ".join(f"{model} {error:.1e}" for model, error in errors.items())
-            split = sum(not any("split" in gap for gap in found) for found in gaps.values())
+            split = sum(not any("split" in gap for gap in model_gaps) for model_gaps in gaps.values())
             words += f"; {split} models without a module that is left whole"
             target = f"{exports.described('FSDP2 files', layout)}: losses of three steps equal ours to {TOLERANCE:g}"
             yield report.share(target, passed, len(errors), words, {"gaps": gaps})
@@ -77,8 +79,8 @@ def cases(name: str) -> Iterator[tuple[str, Exported]]:
     for model in ("llama3-8b", "llama3-70b", *(("mixtral-8x7b", "gpt3-13b") if name != "torchtitan" else ())):
         for index, layout in enumerate(BY_SIZES):
             machine = load_cluster(CLUSTER, RANKS)
-            made = export_sizes(name, load_model(model), machine, global_batch=256, layout=layout)
-            yield f"{model}-{index}", made
+            exported = export_sizes(name, load_model(model), machine, global_batch=256, layout=layout)
+            yield f"{model}-{index}", exported
     for index, planned in enumerate(CAPTURED):
         base = "llama3:llama3_debugmodel" if name == "torchtitan" else ""
         yield f"captured-{index}", captured.export_plan(name, exports.planned("Llama", planned), base)
@@ -89,15 +91,15 @@ def parser_findings() -> Iterator[Finding]:
     for name in targets.TARGETS:
         with tempfile.TemporaryDirectory() as top:
             folders, stated, forms = [], 0, 0
-            for case, made in cases(name):
+            for case, exported in cases(name):
                 folder = Path(top) / case
                 folder.mkdir()
-                for file, text in made.files.items():
+                for file, text in exported.files.items():
                     (folder / file).write_text(text)
-                (folder / "ranks").write_text(str(made.form.num_ranks))
+                (folder / "ranks").write_text(str(exported.form.num_ranks))
                 folders.append(folder)
                 forms += not case.startswith("captured")
-                stated += made.predicted is not None and not case.startswith("captured")
+                stated += exported.predicted is not None and not case.startswith("captured")
             refused = _refused(name, folders)
         words = "; ".join(f"{case}: {error}" for case, error in refused.items())
         target = f"{name}: exported configurations are accepted by the package's parser"
@@ -134,9 +136,9 @@ def run_findings() -> Iterator[Finding]:
     for name, layouts in RUNS.items():
         for layout in layouts:
             plan = exports.planned(RUN_MODEL, layout)
-            made = captured.export_plan(name, plan)
+            exported = captured.export_plan(name, plan)
             with tempfile.TemporaryDirectory() as top:
-                for file, text in made.files.items():
+                for file, text in exported.files.items():
                     (Path(top) / file).write_text(text)
                 target = f"{exports.described(f'{name}: {RUN_MODEL}', layout)}: losses equal ours to {TOLERANCE:g}"
                 try:
@@ -163,10 +165,10 @@ def _losses(name: str, folder: Path) -> list[float]:
         process = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=600, check=False)
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"{name} did not end in 600 s") from None
-    found = [line.partition("LOSSES ")[2] for line in process.stdout.splitlines() if "LOSSES [" in line]
-    if process.returncode or not found:
+    printed = [line.partition("LOSSES ")[2] for line in process.stdout.splitlines() if "LOSSES [" in line]
+    if process.returncode or not printed:
         raise RuntimeError(f"{name} ended with {process.returncode}: {process.stderr[-1500:]}")
-    losses: list[float] = json.loads(found[0])
+    losses: list[float] = json.loads(printed[0])
     return losses
 
 
@@ -180,17 +182,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=COMMAND, description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", choices=PARTS, action="append", help="this part only; writes no file")
     options = parser.parse_args(arguments)
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for part in options.only or PARTS:
         for row in PARTS[part]():
-            found.append(row)
+            findings.append(row)
             report.show(row)
     if not options.only:
-        text = (__doc__ or "").partition("prints the verdicts.")[2].strip()
+        text = (__doc__ or "").partition("\n\n")[2].strip()
         sizes: dict[str, str | int | float | bool] = {"models": ", ".join(MODELS), "steps": exports.STEPS}
         settings = {"small models": Settings(dtype="float64", ranks=2, threads=1, sizes=sizes)}
-        report.write("export", "Exports to other trainers", COMMAND, "Nothing is timed.", settings, found, text)
-    return int(any(one.verdict == "fail" for one in found))
+        report.write("export", "Exports to other trainers", COMMAND, "Nothing is timed.", settings, findings, text)
+    return int(any(finding.verdict == "fail" for finding in findings))
 
 
 if __name__ == "__main__":

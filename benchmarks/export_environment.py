@@ -1,4 +1,4 @@
-"""The environment of the packages that exports are written for, beside that of the project, whose torch it uses."""
+"""A Python environment with the trainers that exports are for. It uses the torch of the project's own environment."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ NEEDS = (
     "sentry-sdk", "httpx<1", "httpcore", "h11", "anyio", "sniffio", "certifi", "idna", "requests", "urllib3",
     "charset-normalizer", "triton",
 )  # fmt: skip
-"""What they import. torchtitan's attention imports triton, whose kernels no CPU runs."""
+"""Packages that the trainers import. torchtitan's attention imports triton, whose kernels no CPU runs."""
 QUIET = {
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1",
     "TORCH_EXTENSIONS_DIR": str(FOLDER / "extensions"),
 }  # fmt: skip
-"""DeepSpeed compiles its collectives for CPUs when it starts: in a folder of its own, because a run that is killed
-there leaves a lock behind."""
+"""DeepSpeed compiles its collectives for CPUs when it starts. It does so in a folder of its own, because a killed run
+leaves a lock there."""
 
 
 def environment() -> Path:
-    """The Python of the environment, which is made if it is not there.
+    """The Python of the environment, which is made if it is missing.
 
     Raises:
-        RuntimeError: it cannot be made, or torch in it is another one.
+        RuntimeError: the environment cannot be made, or has another torch than the project.
     """
     python = FOLDER / "bin" / "python"
     done = FOLDER / ".installed"
@@ -55,10 +55,10 @@ def environment() -> Path:
 
 
 def run_there(words: Sequence[str], variables: Mapping[str, str] | None = None, timeout_s: float = 900.0) -> str:
-    """What a program prints that runs in the environment, with the project's packages and modules.
+    """Run a program in the environment, with the project's packages and modules. Return its output.
 
     Raises:
-        RuntimeError: it failed, or did not end in time.
+        RuntimeError: the program failed, or did not end in time.
     """
     return _run([str(environment()), "-W", "ignore", *words], variables, timeout_s)
 

@@ -17,7 +17,7 @@ LR = 0.1
 
 
 def torchtitan(folder: Path) -> None:
-    """``ConfigManager``, with the function of the file and the values that it must have."""
+    """Give the file to ``ConfigManager``, and check the number of ranks."""
     import importlib
 
     from torchtitan.config.manager import ConfigManager
@@ -44,8 +44,8 @@ def torchtitan(folder: Path) -> None:
 
 
 def megatron(folder: Path) -> None:
-    """``TransformerConfig`` and ``DistributedDataParallelConfig``, whose fields mostly have the arguments' names. The
-    package has no parser of arguments: Megatron-LM's is not in it."""
+    """Make ``TransformerConfig`` and ``DistributedDataParallelConfig``, whose fields mostly have the arguments' names.
+    The package has no parser of arguments: the parser is in Megatron-LM."""
     import dataclasses
 
     import torch
@@ -82,7 +82,7 @@ def _value(text: Any) -> Any:
 
 
 def deepspeed(folder: Path) -> None:
-    """``DeepSpeedConfig``, which checks the sizes of the batch."""
+    """Give the file to ``DeepSpeedConfig``, which checks the sizes of the batch."""
     from deepspeed.runtime import config as module
 
     path = folder / "ds_config.json"
@@ -92,7 +92,7 @@ def deepspeed(folder: Path) -> None:
     data_ranks = _ranks(folder) // own
 
     class Parallel:
-        """The data-parallel ranks, as DeepSpeed asks for them."""
+        """The numbers of ranks, by the methods that DeepSpeed calls."""
 
         def get_data_parallel_world_size(self) -> int:
             return data_ranks
@@ -169,9 +169,9 @@ def _ranks(folder: Path) -> int:
     return int((folder / "ranks").read_text())
 
 
-def _equal(what: str, found: Any, wanted: Any) -> None:
-    if found != wanted:
-        raise ValueError(f"{what} is {found}, not {wanted}")
+def _equal(name: str, value: Any, wanted: Any) -> None:
+    if value != wanted:
+        raise ValueError(f"{name} is {value}, not {wanted}")
 
 
 PARSERS: Mapping[str, Callable[[Path], None]] = {"torchtitan": torchtitan, "megatron": megatron, "deepspeed": deepspeed}
@@ -190,7 +190,7 @@ def main(name: str, *arguments: str) -> None:
         try:
             PARSERS[name](folder)
             answer = {}
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a parser raises is its answer
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - any error of a parser is a refusal
             answer = {"error": f"{type(error).__name__}: {error}"[:300]}
         print("ANSWER", json.dumps({"folder": folder.name, **answer}), flush=True)
 

@@ -1,4 +1,4 @@
-"""What the integer program finds for the small models of Alpa's tests on 4 devices, under Alpa's cost model.
+"""Placements of the integer program for the small models of Alpa's tests on 4 devices, under Alpa's cost model.
 
 Run as part of ``make bench-planning``; ``tests/end_to_end/test_golden_placements.py`` asserts the same. The sizes, the
 constants of the cost model, the optimal placements and their collectives are those of alpa-projects/alpa at b8078a9,
@@ -35,8 +35,8 @@ ADDED_S = {"all_reduce": 0.01, "all_gather": 0.1, "reduce_scatter": 0.001, "all_
 SPREAD = 0.5
 """Alpa's constants: seconds added to each collective, and the factor of its all-to-alls."""
 SCALARS = 8
-"""Bytes up to which a collective is not counted: the loss and the number of labels, which Alpa's steps do not give
-back."""
+"""Collectives of at most this number of bytes are not counted: the loss and the number of labels, which Alpa's steps do
+not return."""
 
 Price = Callable[[CollectiveKind, float, str], float]
 """The seconds of a collective: its kind, its bytes and its axis."""
@@ -50,9 +50,9 @@ class Row:
     ``counts`` has the least and the most collectives of each kind in the lowered step; other kinds must not occur.
     ``stored`` maps globs of parameters to their placements. ``seconds`` is the objective in closed form, and
     ``tolerance`` its relative error, where the published form is rough (Alpa's tests allow 1 %). ``pins`` and
-    ``whole`` (globs of parameters that are stored whole) fix the published placement where it is not what the program
-    finds, because the program finds a cheaper one. ``divided``: a rank may store only its share of the parameters.
-    ``memory_bytes`` limits all that a rank holds. ``note`` says what differs where no pins can fix it.
+    ``whole`` (globs of parameters that are stored whole) fix the published placement where the program finds a cheaper
+    placement. ``divided``: a rank may store only its share of the parameters.
+    ``memory_bytes`` limits all that a rank holds. ``note`` names a difference that no pins can remove.
     """
 
     case: str
@@ -138,11 +138,11 @@ def _bert_2d(graph: Graph, price: Price) -> float:
 
 
 def _tied(graph: Graph, price: Price) -> float:
-    """The vocabulary's gradient and both sums over it, and of the log-softmax one gather instead of two all-reduces.
-    Ours are further: the number of labels, and the loss."""
+    """The vocabulary's gradient, both sums over the vocabulary, and for the log-softmax one gather in place of two
+    all-reduces. We also all-reduce the number of labels and the loss."""
     sums = price("all_reduce", 1024 * 8 * 4 / 2, "dp") + 2 * price("all_reduce", 8 * 8 * 8 * 4 / 2, "tp")
-    told = price("all_reduce", 8, "dp") + price("all_reduce", 4, "dp") + price("all_reduce", 4, "tp")
-    return sums + price("all_gather", 2 * 2 * 8 * 8 * 4 / 2, "tp") + told
+    scalars = price("all_reduce", 8, "dp") + price("all_reduce", 4, "dp") + price("all_reduce", 4, "tp")
+    return sums + price("all_gather", 2 * 2 * 8 * 8 * 4 / 2, "tp") + scalars
 
 
 BOTH = Layout(dp=2, tp=2)
@@ -181,8 +181,8 @@ ROWS = (
 
 
 @dataclass(frozen=True)
-class Found:
-    """What the program found for a row: its plan, its solution, and the collectives of the lowered step."""
+class Outcome:
+    """The program's outcome for a row: its plan, its solution, and the collectives of the lowered step."""
 
     plan: Plan
     assigned: Assigned
@@ -194,8 +194,8 @@ class Found:
         return Counter(collective.kind for collective in self.collectives if collective.bytes > SCALARS)
 
 
-def find(row: Row, published: bool = False) -> Found:
-    """What the program finds. ``published``: the published placement is fixed by pins."""
+def plan_row(row: Row, published: bool = False) -> Outcome:
+    """Plan the row by the integer program. ``published``: the published placement is fixed by pins."""
     graph, lower = row.graph(), PlanLowering(row.graph())
     share = sum(graph.tensors[name].num_bytes for name in graph.parameters) / prod(row.layout.axis_sizes)
     whole = {name for name in graph.parameters if published and any(fnmatch(name, glob) for glob in row.whole)}
@@ -216,57 +216,57 @@ def find(row: Row, published: bool = False) -> Found:
         for node in phase.nodes
         for collective in (*((node.starts,) if node.starts is not None else ()), *node.inside)
     )  # fmt: skip
-    return Found(plan, assigned, collectives)
+    return Outcome(plan, assigned, collectives)
 
 
-def is_best(found: Found) -> bool:
+def is_best(outcome: Outcome) -> bool:
     """Whether the solution is the best of its problem, as a second solver proves: the integer program alone, in which
     only nodes with one neighbour are eliminated before."""
-    problem, seconds = found.assigned.formulated.problem, found.assigned.solution.seconds
+    problem, seconds = outcome.assigned.formulated.problem, outcome.assigned.solution.seconds
     limited = len(problem.limits) > 0
     reply = solve_core(simplify(problem, limited=limited, widest=1), limited)
     return reply.proven and abs(reply.bound - seconds) <= 1e-6 * seconds
 
 
-def problems(row: Row, found: Found) -> list[str]:
-    """What differs from the row: the number of collectives, the placements, the objective."""
-    said = []
-    for kind in {*row.counts, *found.counts}:
+def problems(row: Row, outcome: Outcome) -> list[str]:
+    """The differences from the row: numbers of collectives, placements, the objective."""
+    differences = []
+    for kind in {*row.counts, *outcome.counts}:
         low, high = row.counts.get(kind, (0, 0))
-        if not low <= found.counts[kind] <= high:
-            said.append(f"{found.counts[kind]} x {kind}, not {low} to {high}")
+        if not low <= outcome.counts[kind] <= high:
+            differences.append(f"{outcome.counts[kind]} x {kind}, not {low} to {high}")
     for glob, wanted in row.stored.items():
-        for name in found.assigned.storage:
-            lies = describe(found.assigned.storage[name])
+        for name in outcome.assigned.storage:
+            lies = describe(outcome.assigned.storage[name])
             if fnmatch(name, glob) and not fnmatch(lies, wanted.replace("[", "[[]")):
-                said.append(f"{name} is {lies}, not {wanted}")
+                differences.append(f"{name} is {lies}, not {wanted}")
     if row.seconds is not None:
-        expected, seconds = row.seconds(row.graph(), row.costs.collective_s), found.assigned.solution.seconds
+        expected, seconds = row.seconds(row.graph(), row.costs.collective_s), outcome.assigned.solution.seconds
         if abs(seconds - expected) > row.tolerance * expected:
-            said.append(f"objective {seconds:.6g}, not {expected:.6g}")
-    return said
+            differences.append(f"objective {seconds:.6g}, not {expected:.6g}")
+    return differences
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print every row."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=(__doc__ or "").splitlines()[0])
     parser.parse_args(arguments)
-    outcomes: Counter[str] = Counter()
+    verdicts: Counter[str] = Counter()
     for row in ROWS:
-        published = find(row, published=True)
-        free = find(row) if row.cheaper else published
+        published = plan_row(row, published=True)
+        free = plan_row(row) if row.cheaper else published
         wrong = problems(row, published)
         seconds, ours = published.assigned.solution.seconds, free.assigned.solution.seconds
         wrong += [] if is_best(free) else ["the solution is not proven to be the best"]
-        outcome = "differs" if wrong or ours > seconds * (1 + 1e-9) else "cheaper" if row.cheaper else "equal"
-        outcomes[outcome] += 1
+        verdict = "differs" if wrong or ours > seconds * (1 + 1e-9) else "cheaper" if row.cheaper else "equal"
+        verdicts[verdict] += 1
         counts = ", ".join(f"{count} {kind}" for kind, count in sorted(published.counts.items()))
         beside = f"; the program finds {ours:.8g}" if row.pins or row.whole else ""
         mesh = "x".join(map(str, row.layout.mixed or (row.layout.dp, row.layout.tp)))
-        said = "; ".join([*wrong, *([row.note] if row.note else [])])
-        print(f"{outcome:8}{row.case:14}{mesh:5}{seconds:14.8g}  {counts}{beside}  {said}")
-    print(", ".join(f"{count} of {len(ROWS)} {outcome}" for outcome, count in outcomes.items()))
-    return int("differs" in outcomes)
+        remarks = "; ".join([*wrong, *([row.note] if row.note else [])])
+        print(f"{verdict:8}{row.case:14}{mesh:5}{seconds:14.8g}  {counts}{beside}  {remarks}")
+    print(", ".join(f"{count} of {len(ROWS)} {verdict}" for verdict, count in verdicts.items()))
+    return int("differs" in verdicts)
 
 
 if __name__ == "__main__":

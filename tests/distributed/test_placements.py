@@ -3,16 +3,22 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from multiprocessing.util import Finalize
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from benchmarks import placements_truth
 from tests.distributed.placement_rules import form, splits
 from tests.distributed.placement_truth import Truth, calls, names, validator, written
-from tests.distributed.placements import drawn, judged
+from tests.distributed.placements import Verdict, drawn, judged
 
 aten = torch.ops.aten
 SEED, COUNT = 75, 8
@@ -61,3 +67,47 @@ def test_a_wrong_split_is_found(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatc
     assert all(not split.error for split in splits(call, made))
     monkeypatch.setattr("tests.distributed.lockstep.Wires.swap", lambda self, group, turn, value: [value] * group.size)
     assert any(split.error for split in splits(call, made))
+
+
+CRASHES: dict[str, tuple[Callable[[], Any], str]] = {
+    "aborts": (os.abort, "SIGABRT"),
+    "reads no memory": (lambda: ctypes.string_at(0), "SIGSEGV"),
+    "exits": (lambda: os._exit(0), "exit code 0"),
+    "fails": (lambda: os._exit(3), "exit code 3"),
+    "aborts after its answer": (lambda: Finalize(None, os.abort, exitpriority=1), "SIGABRT"),
+    "hangs": (lambda: time.sleep(1000), "did not end"),
+    "ends well": (lambda: None, ""),
+}
+
+
+def planted(call: Any, mesh: Any, *, every_part: bool, plain: bool) -> Verdict:
+    """Crash as the call says, on parts that do not belong together."""
+    if every_part or plain:
+        CRASHES[call][0]()
+    return Verdict(call, true=5 * every_part, right=1)
+
+
+@pytest.mark.parametrize("crash", CRASHES)
+def test_an_operator_that_crashes_is_judged_by_our_own_splits(
+    crash: str, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placements_truth.placements, "judged", planted)
+    if crash == "hangs":
+        monkeypatch.setattr(placements_truth, "PATIENCE_S", 5.0)
+    calls: Any = {crash: [crash, crash], "ends well too": ["ends well"]}
+    summaries = {summary.target: summary for summary in placements_truth.judged(calls, mesh)}
+    how = CRASHES[crash][1]
+    assert [(one.stopped, one.true, one.right, one.wrong) for one in map(summaries.get, calls) if one] == [
+        (how, 0 if how else 10, 2, []), ("", 5, 1, []),
+    ]  # fmt: skip
+    notes = placements_truth.findings(list(summaries.values()))[1].notes
+    assert (f"our splits only: {crash}" in notes) == bool(how)
+    assert (f"{crash} (our splits only: {how})" in placements_truth.table(list(summaries.values()))) == bool(how)
+
+
+def test_a_crash_under_our_own_splits_is_wrong(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placements_truth.placements, "judged", planted)
+    calls: Any = {"aborts": ["aborts"]}
+    (summary,) = placements_truth.judged(calls, mesh, plain=True)
+    assert (summary.stopped, summary.wrong) == ("SIGABRT", ["our own splits end the operator's process: SIGABRT"])
+    assert placements_truth.findings([summary])[0].verdict == "fail"

@@ -57,12 +57,21 @@ def test_a_captured_plan_names_its_gaps_and_their_cost(capsys: pytest.CaptureFix
     assert made["predicted"]["step_s"] != made["planned"]["step_s"]
 
 
+def test_keys_of_the_run_file_follow_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli(["export", "gpt", "--to", "deepspeed", "--layout.dp", "2", "--layout.zero", "1", *SMALL]) == 0
+    assert '"stage": 1' in capsys.readouterr().out
+
+
 def test_what_cannot_be_exported_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for arguments, problem in (
         (["export", "llama3-8b", "--to", "torchtitn", *CLUSTER], "did you mean `torchtitan`?"),
         (["export", "llama3-8b", "--to", "megatron"], "no cluster is named"),
         (["export", "llama3-8b", "--to", "fsdp2", *CLUSTER], "fsdp2 is code for a module"),
         (["export", "missing.json", "--to", "megatron"], "missing.json: cannot read the file"),
+        (["export", "llama3-8b", "RUN.toml", "--to", "megatron", *CLUSTER], "RUN.toml: llama3-8b is described by its"),
+        (["export", "llama3-8b", "--to", "megatron", *CLUSTER, "--layout.dp", "2"], "--layout.dp: llama3-8b is"),
+        (["export", "plan.json", "--to", "megatron", "--ranks", "8"], "--ranks: plan.json is exported without its run"),
+        (["export", "gpt", "--to", "fsdp2", "--base", "llama3:llama3_8b"], "--base: fsdp2 has no base"),
         (["advise", "missing.toml", *CLUSTER], "missing.toml: cannot read the file"),
     ):
         assert cli(arguments) == 2

@@ -14,7 +14,7 @@ import pytest
 
 import meshwright as mw
 from benchmarks import golden_models as models
-from benchmarks.placements import ROWS, Row, find, is_best, problems
+from benchmarks.placements import ROWS, Row, is_best, plan_row, problems
 from meshwright.cost.optimizer import OptimizerCost
 from meshwright.errors import LayoutError
 from meshwright.ir.graph import Graph, Operator
@@ -33,16 +33,16 @@ def named(case: str) -> Row:
 
 @pytest.mark.parametrize("row", ROWS, ids=[f"{row.case} {row.layout.mixed or ''}" for row in ROWS])
 def test_placements_and_collectives_are_those_of_alpa_or_cheaper(row: Row) -> None:
-    published = find(row, published=True)
+    published = plan_row(row, published=True)
     assert problems(row, published) == []
-    free = find(row) if row.pins or row.whole else published
+    free = plan_row(row) if row.pins or row.whole else published
     assert is_best(free)
     assert free is published or free.assigned.solution.seconds < published.assigned.solution.seconds
 
 
 @pytest.mark.parametrize("case", ["mlp6-2d", "bert2-tp", "embed-tied-2d"])
 def test_the_integer_program_proves_what_elimination_finds(case: str) -> None:
-    found = find(named(case)).assigned
+    found = plan_row(named(case)).assigned
     core = simplify(found.formulated.problem, widest=1)
     assert len(core.nodes) > 1
     other = solve_core(core)
@@ -66,7 +66,7 @@ def way_of(operator: Operator, letter: str) -> str:
 def tried(row: Row, products: list[str], *axes: str) -> dict[tuple[str, ...], float]:
     """The least seconds for every combination of ways to cut these products over the axes, of which globs match the
     names. All other choices are free."""
-    found = find(row).assigned
+    found = plan_row(row).assigned
     formulated, barred_s = found.formulated, 100 * found.solution.seconds
     problem, operators = formulated.problem, {operator.name: operator for operator in row.graph().operators}
     numbers: dict[tuple[str, str], dict[str, dict[int, set[int]]]] = {}
@@ -114,12 +114,12 @@ def test_products_are_cut_as_in_the_best_of_all_ways(
     seconds = tried(row, products, *axes)
     assert len(seconds) >= 2 ** len(products)
     assert min(seconds, key=seconds.__getitem__) == best
-    assert find(row).assigned.solution.seconds == pytest.approx(min(seconds.values()), rel=1e-12)
+    assert plan_row(row).assigned.solution.seconds == pytest.approx(min(seconds.values()), rel=1e-12)
 
 
 def test_parameters_are_stored_as_in_the_best_of_all_ways() -> None:
     """All 12 parameters as the limits of memory allow, each under ZeRO 2 or 3. Published is ZeRO 3 for all."""
-    found = find(named("mlp6-zero3")).assigned
+    found = plan_row(named("mlp6-zero3")).assigned
     problem, stored = found.formulated.problem, found.formulated.stored
     others = [node for node in range(len(problem.nodes)) if node not in stored]
     assert all(problem.nodes[node].num_choices == 1 for node in others)  # dp divides the batch of every operator

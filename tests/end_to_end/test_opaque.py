@@ -88,7 +88,7 @@ def test_what_cannot_be_one_operator_is_refused() -> None:
     assert re.search(r"opaque region part: it changes its argument 0 in place", fails(marked(Writes())))
     told = TellsLess(Tells())
     mw.opaque(told.part)
-    assert re.search(r"opaque region part: a result that is no tensor changes from call to call: -?\d", fails(told))
+    assert re.search(r"opaque region part: a result that is not a tensor changes from call to call: -?\d", fails(told))
     assert "the whole model is marked" in fails(mw.opaque(Model(Halving())))
 
 
@@ -169,7 +169,7 @@ def test_auto_takes_the_module_around_one_that_cannot_be_one_operator() -> None:
     assert regions_of(mw.capture(Model(Counted()), loss_fn, batch(), opaque="auto")) == ["part:opaque#0"]
     model: Any = Model(Counted())
     mw.opaque(model.part.parts[0])
-    with pytest.raises(CaptureError, match=r"opaque region part\.parts\.0: a result that is no tensor changes"):
+    with pytest.raises(CaptureError, match=r"opaque region part\.parts\.0: a result that is not a tensor changes"):
         mw.capture(model, loss_fn, batch(), opaque="auto")
 
 

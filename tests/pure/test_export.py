@@ -256,6 +256,12 @@ def test_changes_leave_out_what_no_pipeline_has() -> None:
 # --- bad input -------------------------------------------------------------------------------------------------------
 
 
+MEGATRON = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 1 --vocab-size 100"
+)
+TITAN = "[parallelism]\n"
+
+
 @pytest.mark.parametrize(
     ("text", "file", "problem"),
     [
@@ -269,11 +275,23 @@ def test_changes_leave_out_what_no_pipeline_has() -> None:
         ("def f(:", "a.py", "not valid Python"),
         ("x = 1", "a.py", "it has no function"),
         ("{", "a.json", "not valid JSON"),
-        ("[1]", "a.json", "it is no JSON object"),
+        ("[1]", "a.json", "it is not a JSON object"),
         ('{"zero_optimization": {"stage": 5}}', "a.json", "stage 5"),
-        ('{"zero_optimization": 3}', "a.json", "3 is no table"),
-        ('{"train_batch_size": -4}', "a.json", "-4 is no whole number"),
+        ('{"zero_optimization": 3}', "a.json", "3 is not a table"),
+        ('{"train_batch_size": -4}', "a.json", "-4 is not a whole number"),
         ('{"train_batch_size": 7, "gradient_accumulation_steps": 2}', "a.json", "train_batch_size=7"),
+        ('{"pipeline": {"stages": 0}}', "a.json", "pipeline: stages: 0 is not a whole number"),
+        ('{"pipeline": {"stages": "two"}}', "a.json", "pipeline: stages: 'two' is not a whole number"),
+        ('{"sequence_parallel_size": 0}', "a.json", "sequence_parallel_size: 0 is not a whole number"),
+        ("distributed_type: FSDP\nmixed_precision: bf61", "a.yaml", "mixed_precision: 'bf61' is not known"),
+        (f"{MEGATRON} --hidden-dropout abc", "run.sh", "--hidden-dropout: 'abc' is not a number"),
+        (f"{MEGATRON} --recompute-granularity ful", "run.sh", "recompute-granularity: 'ful' is not known"),
+        (f"{MEGATRON} --num-distributed-optimizer-instances 3", "run.sh", "3 optimizer instances do not divide dp=8"),
+        (f"{TITAN}pipeline_parallel_degree = 2\npipeline_parallel_schedule = ['a']", "a.toml", "['a'] is not known"),
+        (f"{TITAN}fsdp_reshard_after_forward = 'alway'", "a.toml", "'alway' is not known"),
+        (f"{TITAN}tensor_parallel_degree = -1", "a.toml", "-1 is not a whole number"),
+        (f"training = 3\n{TITAN}", "a.toml", "3 is not a table"),
+        (f"{TITAN}[activation_checkpoint]\nmode = 'ful'", "a.toml", "mode: 'ful' is not known"),
         ("distributed_type: TPU", "a.yaml", "distributed_type is 'TPU'"),
         ("a: [", "a.yaml", "not valid YAML"),
     ],
@@ -284,6 +302,64 @@ def test_a_bad_file_is_refused_by_name(text: str, file: str, problem: str) -> No
     assert problem in f"{caught.value}"
     assert file in f"{caught.value}"
     assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("text", "file", "unread"),
+    [
+        (f"{MEGATRON} --tensor-model-paralel-size 2", "run.sh",
+         "--tensor-model-paralel-size, which looks like --tensor-model-parallel-size"),
+        ('{"zero_optimisation": {"stage": 3}}', "a.json", "zero_optimisation, which looks like zero_optimization"),
+        ("distributed_type: NO\nmixed_precison: bf16", "a.yaml", "mixed_precison, which looks like mixed_precision"),
+        (f"{TITAN}[traning]\nseq_len = 8", "a.toml", "traning, which looks like training"),
+        (f"{TITAN}[training]\nglobal_batchsize = 8", "a.toml",
+         "training.global_batchsize, which looks like training.global_batch_size"),
+        ("def f():\n  config.parallelism.tensor_parallel_degree = -n\n  config.metrics.freq = n", "a.py",
+         "parallelism.tensor_parallel_degree = -n, which is not a literal"),
+        ("def f():\n  config.activation_checkpoint = kind", "a.py",
+         "activation_checkpoint.mode = kind, which is not a literal"),
+    ],
+)  # fmt: skip
+def test_settings_that_are_not_read_are_named(text: str, file: str, unread: str) -> None:
+    assert targets.read(text, file, 8, None if file == "run.sh" else LLAMA).unread == (unread,)
+
+
+def test_values_that_a_trainer_finds_by_itself_are_assumed() -> None:
+    found = targets.read('{"pipeline": {"stages": "auto"}}', "a.json", 8, LLAMA)
+    assert (found.form.layout.pp, found.assumptions) == (
+        1, ("8 ranks", 'one pipeline stage, because pipeline.stages is "auto"')
+    )  # fmt: skip
+    experts = f"{MEGATRON} --num-experts 4 --moe-layer-freq '([0]*1+[1]*1)'"
+    assert "experts in every layer" in targets.read(experts, "run.sh", 8, None).assumptions[0]
+
+
+def test_yaml_reads_a_bare_no_as_false() -> None:
+    assert targets.read("distributed_type: NO\nmixed_precision: no", "a.yaml", 1, LLAMA).form.precision == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("kind", "recompute"),
+    [("FullAC.Config()", "full"), ("ActivationCheckpointConfig(mode='full')", "full"), ("None", "none")],
+)
+def test_recomputation_of_a_python_file_is_its_class_or_its_mode(kind: str, recompute: str) -> None:
+    text = f"def f():\n  config = llama3_8b()\n  config.activation_checkpoint = {kind}"
+    assert targets.read(text, "a.py", 8, None).form.layout.recompute == recompute
+
+
+@pytest.mark.parametrize(
+    ("layout", "problem"),
+    [
+        ("dp=x", "--layout: dp=x is not a whole number"),
+        ("flash=maybe", "--layout: flash=maybe is not true or false\n  -> write it as in flash=true"),
+        ("dp=2,dp=4", "--layout: dp is given twice"), ("schedule=foo", "--layout: schedule: unknown schedule 'foo'"),
+        ("tp=2x2x1", "--layout: tp=2x2x1 is a grid"),
+        ("dp", "--layout: 'dp' is not a word of a layout\n  -> words are dp"),
+    ],
+)  # fmt: skip
+def test_a_wrong_layout_of_the_command_line_is_refused(layout: str, problem: str) -> None:
+    with pytest.raises(LayoutError) as caught:
+        export_sizes("megatron", LLAMA, load_cluster("h100-dgx-ndr400x8", 8), global_batch=8, layout=layout)
+    assert problem in f"{caught.value}"
 
 
 def test_sizes_that_do_not_fit_the_ranks_are_refused() -> None:
@@ -315,7 +391,7 @@ def test_unknown_names_are_refused() -> None:
 
 
 def test_a_vocabulary_that_is_in_the_tokenizer_is_asked_for() -> None:
-    arguments = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 1"
+    arguments = MEGATRON.removesuffix(" --vocab-size 100")
     with pytest.raises(FileFormatError, match="the size of the vocabulary is in the tokenizer"):
         megatron.read(arguments, "run.sh", 1, None)
     found = megatron.read(f"{arguments} --vocab-size 100 --foo-parallel 3 \\\n --bf16 # --fp16\n", "run.sh", 1, None)

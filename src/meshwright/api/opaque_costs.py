@@ -1,4 +1,4 @@
-"""Measures the calls of opaque regions on this machine, and keeps the figures in the user's cache."""
+"""Measures the times and memory of opaque regions on this machine, and keeps the figures in the user's cache."""
 
 import hashlib
 import inspect
@@ -84,12 +84,12 @@ def _file(graph: Graph, region: RegionCall, call: OpaqueCall) -> Path:
     """The file of a call's figures. Its name depends on the graph, the machine, the sizes, and the module's code."""
     code = ""
     for kind in dict.fromkeys(type(part) for part in region.module.modules()):
-        with suppress(OSError, TypeError):  # a class that was typed in has no source
+        with suppress(OSError, TypeError):  # a class that was defined in an interactive session has no source
             code += inspect.getsource(kind)
     inputs = [graph.tensors[name] for each in graph.operators if _call(each) == call for name in each.inputs]
     shapes = [(value.shape, value.dtype) for value in inputs]
-    said = (graph.fingerprint, machine_name(), torch.__version__, code, shapes, call.text)
-    return launch.cache_directory() / "opaque" / f"{hashlib.sha256(repr(said).encode()).hexdigest()[:32]}.json"
+    identity = (graph.fingerprint, machine_name(), torch.__version__, code, shapes, call.text)
+    return launch.cache_directory() / "opaque" / f"{hashlib.sha256(repr(identity).encode()).hexdigest()[:32]}.json"
 
 
 def _measured(regions: OpaqueRegions, call: OpaqueCall, sampled: SampledCall) -> OpaqueCost:

@@ -78,7 +78,7 @@ def grid_product(
 
 def multiplies(cluster: Cluster, num_ranks: int, dtype: torch.dtype) -> LocalProducts:
     """The speed of local products on the cluster's device, while some ranks of a box compute."""
-    box, name = cluster.levels[0].fan_out if cluster.levels else 1, str(dtype).removeprefix("torch.")
+    box, name = cluster.box_size, str(dtype).removeprefix("torch.")
     rates = [Rates(cluster.device.under(ranks=count + 1), cluster.software) for count in range(min(num_ranks, box))]
 
     def seconds(m: int, k: int, n: int, active: int) -> float:

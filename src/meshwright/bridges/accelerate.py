@@ -1,4 +1,4 @@
-"""accelerate's Accelerator, whose ``prepare`` gives a model that trains by our plan.
+"""A subclass of accelerate's Accelerator, whose ``prepare`` returns a model that trains by our plan.
 
     accelerator = PlannedAccelerator(plan=mw.Layout(dp=-1))
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.bridges.extras import missing
-from meshwright.bridges.planned import Planned, checked
+from meshwright.bridges.planned import Planned, checked, give_whole_batches
 from meshwright.errors import CaptureError, CheckpointError, LayoutError, PlanError
 from meshwright.ir.layout import Layout
 from meshwright.runtime.trainer import Trainer
@@ -65,7 +65,7 @@ def _only_the_loss(name: Any) -> CaptureError:
     return CaptureError(
         f"a training call of a planned model returns its loss, and no {name!r}",
         where="PlannedModel",
-        remedy="compute the loss in the model, or give PlannedAccelerator(loss_fn=...); in eval mode, all comes back",
+        remedy="compute the loss in the model, or give PlannedAccelerator(loss_fn=...); in eval mode, all is returned",
     )
 
 
@@ -93,8 +93,8 @@ class PlannedModel(nn.Module):
         self._whole = ExitStack()
 
     def train(self, mode: bool = True) -> Self:
-        """Switch the mode. In evaluation mode the caller's model has whole parameters, which split parameters are
-        gathered for: every rank must call it."""
+        """Switch the mode. In evaluation mode the caller's model has whole parameters. Split parameters are gathered,
+        so that every rank must call it."""
         if mode:
             self._whole.close()
         elif self.training:
@@ -206,9 +206,7 @@ class PlannedAccelerator(Accelerator):
     def prepare_data_loader(self, data_loader: Any, *positional: Any, **others: Any) -> Any:
         """Return a loader that gives every rank the whole batch."""
         loader = super().prepare_data_loader(data_loader, *positional, **others)
-        for part in (getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)):
-            if isinstance(part, (BatchSamplerShard, IterableDatasetShard)):
-                part.num_processes, part.process_index = 1, 0
+        give_whole_batches(loader, (BatchSamplerShard, IterableDatasetShard))
         return loader
 
     def unwrap_model(self, model: Any, *positional: Any, **others: Any) -> Any:
@@ -224,11 +222,11 @@ class PlannedAccelerator(Accelerator):
         return self._trained().clip_gradients(max_norm)
 
     def gather(self, tensor: Any) -> Any:
-        """Return what it is given: every rank computes with whole batches, and has whole results."""
+        """Return the tensor: every rank computes with whole batches, and has whole results."""
         return tensor
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Return what it is given, as ``gather``."""
+        """Return the tensor, as ``gather``."""
         return tensor
 
     # --- files ---------------------------------------------------------------------------------------------------

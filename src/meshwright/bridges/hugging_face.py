@@ -1,11 +1,11 @@
-"""Hugging Face's Trainer, which trains its model by our plan. Data, schedule, logs, evaluation and checkpoints are its
-own.
+"""A subclass of Hugging Face's Trainer that trains by our plan. Data, schedule, logs, evaluation and checkpoints are
+Trainer's own.
 
     trainer = PlannedTrainer(model=model, args=args, train_dataset=data, plan=mw.Layout(tp=2))
     trainer.train()
 
 Every rank draws the global batch: ``per_device_train_batch_size`` x ranks x ``gradient_accumulation_steps`` samples,
-which the plan divides. So the layout changes no number.
+which the plan divides. So losses do not depend on the layout.
 """
 
 import copy
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.bridges.extras import missing
-from meshwright.bridges.planned import Planned, checked
+from meshwright.bridges.planned import Planned, checked, give_whole_batches
 from meshwright.errors import LayoutError, PlanError
 from meshwright.ir.layout import Layout, Recompute
 
@@ -96,9 +96,7 @@ class PlannedTrainer(Trainer):
         size = batch_size * self.args.world_size if is_training else batch_size
         loader = super()._get_dataloader(dataset, description, size, *positional, is_training=is_training, **others)
         if is_training:
-            for part in (getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)):
-                if isinstance(part, (loaders.BatchSamplerShard, loaders.IterableDatasetShard)):
-                    part.num_processes, part.process_index = 1, 0
+            give_whole_batches(loader, (loaders.BatchSamplerShard, loaders.IterableDatasetShard))
         return loader
 
     # --- a step --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A strategy of Lightning, with which an unmodified LightningModule trains by our plan.
+"""A strategy of Lightning, by which an unmodified LightningModule trains by our plan.
 
     trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy=PlannedStrategy(plan=mw.Layout(tp=2)))
     trainer.fit(module, loader)
@@ -33,7 +33,7 @@ except ImportError as error:
 
 _LOGGED = "logged"
 _Entry = tuple[str, Any, dict[str, Any]]
-"""A call of ``self.log``: name, value (None if it is a metric of the step), other arguments."""
+"""A call of ``self.log``: name, value (None if the value is a metric of the step), other arguments."""
 
 
 class PlannedPrecision(Precision):
@@ -171,7 +171,7 @@ class PlannedStrategy(DDPStrategy):
         return loss
 
     def _loss_of(self, module: nn.Module, batch: Any) -> Any:
-        """The step that is captured: the module's own, whose calls of ``self.log`` are noted."""
+        """Run the module's own step, and note its calls of ``self.log``. This function is captured."""
         calls, metrics = self._calls, SimpleQueue[tuple[str, Tensor]]()
         calls.put(None)
         numbers = iter(range(1_000_000))
@@ -203,11 +203,11 @@ class PlannedStrategy(DDPStrategy):
                     f"it returns {more[0]!r} beside the loss", where=f"{type(module).__name__}.training_step",
                     remedy="log it, or compute it in validation_step: only scalars come back from a planned step",
                 )  # fmt: skip
-        found = {}
+        logged = {}
         while not metrics.empty():
             name, value = metrics.get()
-            found[name] = value
-        return loss, found
+            logged[name] = value
+        return loss, logged
 
     # --- evaluation and files ------------------------------------------------------------------------------------
 
@@ -246,7 +246,7 @@ class PlannedStrategy(DDPStrategy):
             self.planned.give_back()
 
     def teardown(self) -> None:
-        """End; after an error, a module whose parameters are split stays on the meta device."""
+        """End the training. After an error, a module whose parameters are split stays on the meta device."""
         self._whole.close()
         module = self.lightning_module
         if module is not None and any(value.is_meta for value in module.parameters()):
@@ -261,11 +261,11 @@ def _numbers_of(kind: Any) -> tuple[Any, ...]:
 
 
 class _BatchNumber:
-    """The number of a batch, which a captured step may not use: it would stay the same for ever."""
+    """The number of a batch, which a captured step may not use: it would be the same in every step."""
 
     def _refused(self, *_: Any) -> Any:
         raise CaptureError(
-            "the step uses the number of the batch, which would stay the same for ever",
+            "the step uses the number of the batch, which would be the same in every step",
             where="training_step, batch_idx",
             remedy="put the number into the batch, or do this in a callback",
         )

@@ -1,4 +1,4 @@
-"""A model that is trained by our plan inside of another library's loop.
+"""Trains a model by our plan inside the loop of another library.
 
 Such a loop has a model and an optimizer long before it has a batch; ``parallelize`` needs a batch. So the trainer is
 made at the first batch, and takes over the loop's own optimizer object:
@@ -98,8 +98,16 @@ class Planned:
             module._parameters.update(parameters)
 
 
+def give_whole_batches(loader: Any, shards: tuple[type, ...]) -> None:
+    """Let a loader of accelerate give every rank whole batches. ``shards`` are accelerate's classes that divide batches
+    or samples between processes."""
+    for part in (getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)):
+        if isinstance(part, shards):
+            part.num_processes, part.process_index = 1, 0  # type: ignore[attr-defined]
+
+
 def checked(options: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the options for ``parallelize``. Raise a PlanError if there is no such option."""
+    """Return the options for ``parallelize``. Raise a PlanError if it has no such option."""
     for name in options:
         if name not in _OPTIONS:
             raise PlanError(
@@ -125,7 +133,7 @@ def adopted(optimizer: Optimizer, model: nn.Module) -> OptimizerFactory:
             )
     groups = [[names[id(value)] for value in group["params"]] for group in optimizer.param_groups]
 
-    def give(parameters: Any) -> Optimizer:
+    def adopt(parameters: Any) -> Optimizer:
         local = dict(parameters)
         fresh = _fresh(optimizer, [[local[name] for name in group if name in local] for group in groups])
         if not any(group["params"] for group in fresh):  # this rank's stages have nothing to train
@@ -137,7 +145,7 @@ def adopted(optimizer: Optimizer, model: nn.Module) -> OptimizerFactory:
                 group["param_names"] = [held[id(value)] for value in new["params"]]
         return optimizer
 
-    return give
+    return adopt
 
 
 def _fresh(optimizer: Optimizer, groups: list[list[nn.Parameter]]) -> list[dict[str, Any]]:
@@ -146,9 +154,9 @@ def _fresh(optimizer: Optimizer, groups: list[list[nn.Parameter]]) -> list[dict[
     if type(optimizer) is torch.optim.Adagrad:
         options = [{key: value for key, value in group.items() if key not in ("params", "param_names")}
                    for group in optimizer.param_groups]  # fmt: skip
-        made = [(value, each) for value, each in zip(groups, options, strict=True) if value]
-        if made:
-            optimizer.state = torch.optim.Adagrad([{**each, "params": value} for value, each in made]).state
+        filled = [{**group, "params": values} for values, group in zip(groups, options, strict=True) if values]
+        if filled:
+            optimizer.state = torch.optim.Adagrad(filled).state
     else:
         optimizer.state.clear()
     return [{"params": values} for values in groups]

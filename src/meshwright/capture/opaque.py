@@ -38,7 +38,7 @@ class Opaque:
 
 
 def opaque(module: M, *, batch_dim: BatchDim = "auto", outputs: Callable[..., Any] | None = None) -> M:
-    """Mark a submodule of a model as an opaque region, and return it: it is not captured, but runs as it is.
+    """Mark a submodule of a model as an opaque region, and return it. Its code is not captured; PyTorch runs it.
 
     The region is one operator of the graph. Each rank runs it whole, or on its part of the batch. It sees only its
     arguments (tensors, and plain values that are equal in all steps), its parameters and its buffers.
@@ -51,7 +51,7 @@ def opaque(module: M, *, batch_dim: BatchDim = "auto", outputs: Callable[..., An
             called with tensors on the meta device, and needed only for models or batches on the meta device.
 
     Raises:
-        CaptureError: it is no module, or ``batch_dim`` is no dim.
+        CaptureError: the argument is not a module, or ``batch_dim`` is not a dim.
     """
     if not isinstance(module, nn.Module):
         raise CaptureError(
@@ -59,7 +59,7 @@ def opaque(module: M, *, batch_dim: BatchDim = "auto", outputs: Callable[..., An
         )
     if not (batch_dim is None or batch_dim == "auto" or (type(batch_dim) is int and batch_dim >= 0)):
         raise CaptureError(
-            f"batch_dim={batch_dim!r}", where="mw.opaque", remedy="write a dim from 0 on, 'auto', or None"
+            f"batch_dim={batch_dim!r}", where="mw.opaque", remedy="write 0 or another dim, 'auto', or None"
         )
     object.__setattr__(module, _MARK, Opaque(batch_dim, outputs))
     return module
@@ -78,7 +78,7 @@ def marked(model: nn.Module) -> dict[str, Opaque]:
             found[path] = setting
     if "" in found:
         raise CaptureError(
-            "the whole model is marked as opaque, so that nothing is left to plan", where="mw.opaque",
+            "the whole model is marked as opaque, and nothing is left to plan", where="mw.opaque",
             remedy="mark only the submodule that cannot be captured: mw.opaque(model.part)",
         )  # fmt: skip
     return found
@@ -98,7 +98,7 @@ def is_within(path: str, regions: Mapping[str, object]) -> bool:
 
 @dataclass
 class RegionCall:
-    """One call of a region: the module, and the parts of the call that are no tensors.
+    """One call of a region: the module, and the parts of the call that are not tensors.
 
     ``names`` are the module's parameters and buffers, in the order of the operator's inputs. ``changes`` are the
     buffers that the call changes. ``modes`` maps each submodule to whether it is in training mode.
@@ -148,20 +148,20 @@ class RegionCall:
         if spec != self.out_spec or not same(without_tensors(leaves), self.out_constants):
             raise refusal(
                 self.path,
-                f"its results are {_told(leaves)}; when the step was captured, they had other parts or "
-                f"values ({', '.join(map(repr, self.out_constants)) or 'tensors only'})",
-                remedy="return tensors, and no numbers or texts that change from call to call",
+                f"its results are {_words(leaves)}; in the captured step, they have another structure or "
+                f"other values ({', '.join(map(repr, self.out_constants)) or 'tensors only'})",
+                remedy="return only tensors, and values that are equal in every call",
             )
         return leaves
 
     def _check(self, kept: Mapping[str, tuple[Tensor, Tensor, int]]) -> None:
-        """Refuse a change of a parameter or buffer that did not change when the step was captured. ``kept`` has the
-        tensor after and before the call, and the version before."""
+        """Raise a CaptureError if a parameter or buffer changed that did not change in the captured step. ``kept`` has
+        the tensor after and before the call, and the version before."""
         for name, (after, before, version) in kept.items():
             if after is not before or before._version != version:
                 raise refusal(
                     self.path,
-                    f"it changed {name}, and did not when the step was captured",
+                    f"it changed {name}, which it did not change when the step was captured",
                     remedy="capture the step with an example batch on which it changes the buffer",
                 )
 
@@ -259,12 +259,12 @@ def _own_memory(results: list[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]
 
 def _check_results(call: OpaqueCall, results: list[Tensor]) -> None:
     """Raise a CaptureError unless the results have the shapes and dtypes of the captured call."""
-    found = [described(value) for value in results]
-    expected = [msg_of(result) for result in call.results]
-    if found != expected:
+    returned = [described(value) for value in results]
+    expected = [words_of(result) for result in call.results]
+    if returned != expected:
         raise refusal(
             call.region,
-            f"it returned {', '.join(found)}; the captured step has {', '.join(expected)}",
+            f"it returned {', '.join(returned)}; the captured step has {', '.join(expected)}",
             remedy="return tensors whose shapes follow from those of the arguments, such as padded ones with a mask",
         )
 
@@ -274,7 +274,7 @@ def described(value: Tensor) -> str:
     return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
 
 
-def msg_of(result: OpaqueResult) -> str:
+def words_of(result: OpaqueResult) -> str:
     """The shape and dtype of a result in words."""
     return f"{list(result.shape)} {result.dtype}"
 
@@ -371,7 +371,7 @@ def without_tensors(leaves: Sequence[Any]) -> list[Any]:
 
 
 def same(left: Sequence[Any], right: Sequence[Any]) -> bool:
-    """Whether leaves that are no tensors are equal."""
+    """Whether leaves that are not tensors are equal."""
     pairs = zip(left, right, strict=False)
     return len(left) == len(right) and all(a is b or (type(a) is type(b) and repr(a) == repr(b)) for a, b in pairs)
 
@@ -381,6 +381,6 @@ def _filled(leaves: Sequence[Any], tensors: Sequence[Tensor]) -> list[Any]:
     return [next(given) if leaf is TENSOR else leaf for leaf in leaves]
 
 
-def _told(leaves: Sequence[Any]) -> str:
+def _words(leaves: Sequence[Any]) -> str:
     words = [described(leaf) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
     return ", ".join(words) or "nothing"

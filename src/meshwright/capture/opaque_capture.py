@@ -1,4 +1,5 @@
-"""Captures a step with its opaque regions: those that the user has marked, and those that capture finds."""
+"""Captures a step in which some modules are opaque regions: modules that the user marked, and with ``opaque="auto"``
+modules whose capture fails."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -40,11 +41,11 @@ def capture(
 ) -> Capture:
     """Capture one training step (or evaluation) of ``model``, with marked modules as opaque regions.
 
-    If there are regions, the step's forward first runs eagerly on the batch, to learn what the regions return.
-    ``opaque="auto"`` also makes each innermost module opaque whose capture fails, or the next module around it that can
-    be one operator. ``known`` are the regions of an earlier capture: nothing is run then. ``agree`` returns rank 0's
-    verdicts on regions for those of this rank, whose parameters may have other values. The other arguments are those of
-    ``builder.capture``.
+    If there are regions, the step's forward first runs eagerly on the batch, which shows the results of the regions.
+    ``opaque="auto"`` also makes each innermost module opaque whose capture fails. If it cannot be one operator, the
+    module around it becomes opaque. ``known`` are the regions of an earlier capture; nothing is run then. ``agree``
+    takes this rank's verdicts on regions and returns rank 0's, because ranks may have different parameters. The other
+    arguments are those of ``builder.capture``.
 
     Raises:
         CaptureError: the step cannot be traced, or a region cannot be one operator.
@@ -88,7 +89,8 @@ def capture(
 
 
 def _around(model: nn.Module, path: str) -> str:
-    """The module that calls a submodule, as far as paths tell; empty for the model itself."""
+    """The path of the module that probably calls a submodule: the next one around it that is not a list or dict of
+    modules. Empty for the model itself."""
     while path:
         path = path.rpartition(".")[0]
         if not isinstance(model.get_submodule(path), nn.ModuleList | nn.ModuleDict):

@@ -1,4 +1,4 @@
-"""Checks whether an opaque region computes each sample by itself: on the whole batch, and on parts of it."""
+"""Checks whether an opaque region computes each sample by itself, by runs on the whole batch and on parts of it."""
 
 from collections.abc import Sequence
 
@@ -56,15 +56,14 @@ def misfit(
             for index, (value, each) in enumerate(zip(tensors, every, strict=True))
         ]
 
-        def pair(results: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        def values_and_gradients(results: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
             for index in given:
                 if index not in draws:
                     draws[index] = torch.randn(results[index].shape, generator=generator, dtype=torch.float64)
             grads = [part(draws[index], result_rows[index]).to(results[index]) for index in given]
-            found = gradients(results, leaves, call, grads) if needs else []
-            return [value.detach() for value in results], found
+            return [value.detach() for value in results], gradients(results, leaves, call, grads) if needs else []
 
-        return region.run(leaves, pair, trains=not random)
+        return region.run(leaves, values_and_gradients, trains=not random)
 
     try:
         whole, whole_grads = run(0, samples)
@@ -77,7 +76,7 @@ def misfit(
         try:
             (first, grads), (second, others) = run(0, middle), run(middle, samples)
         except CaptureError:
-            return f"it returns other parts for {where} than for the whole batch"
+            return f"its results have another structure for {where} than for the whole batch"
         except Exception as error:  # noqa: BLE001 - the user's module may raise anything: it cannot be split then
             return f"it fails on a part of the batch: {_line(error)}"
         for index, (value, a, b) in enumerate(zip(whole, first, second, strict=True)):

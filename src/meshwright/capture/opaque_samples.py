@@ -1,4 +1,4 @@
-"""Runs a step's forward eagerly, to learn what its opaque regions return, and which of them may be split by samples."""
+"""Runs a step's forward eagerly, to find the results of its opaque regions, and which of them samples may split."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,7 +45,7 @@ class _Observed:
 
 @dataclass(frozen=True)
 class SampledCall:
-    """What is known of a call of a region: its results at two batch sizes, and how its tensors hold samples.
+    """A call of a region that was run on the example batch: its results at two batch sizes, and its rows of samples.
 
     ``inputs`` are the tensors of the example batch. ``rows`` is empty if the call must not be split; ``reason`` then
     says why. ``given`` are the indices of the results that have a gradient."""
@@ -77,8 +77,8 @@ class SampledCall:
                 if rest or a + more < 0:
                     raise refusal(
                         self.region.path,
-                        f"a result has {a} indices for a batch of {first}, and {b} for one of {second}: their number "
-                        f"for one of {size} is not known",
+                        f"a dim of a result has size {a} for {first} samples, and {b} for {second}: its size for "
+                        f"{size} is not known",
                         remedy="return tensors whose shapes follow from those of the arguments",
                     )
                 shape.append(a + more)
@@ -97,11 +97,11 @@ def sample(
     precision: Precision | None,
 ) -> dict[Key, SampledCall]:  # fmt: skip
     """Run the forward of the step on the batch, and on a batch that holds each sample twice. Generators, modes and
-    buffers are as before afterwards. Calls in ``regions.samples`` are not checked again.
+    buffers are restored afterwards. Calls in ``regions.samples`` are not checked again.
 
     Raises:
         CaptureError: the step fails in plain PyTorch; a region changes its inputs, or is called with values that differ
-            from call to call; or it was said to be row-wise, and is not.
+            from call to call; or ``batch_dim`` says that it computes each sample by itself, and it does not.
     """
     size = leaves.size
     sizes = (size, 2 * size)
@@ -278,24 +278,25 @@ def _joined(
 
 def _check_alike(first: _Observed, second: _Observed) -> None:
     """Raise a CaptureError if a call depends on the batch size by more than the shapes of its tensors."""
-    one, two = first.region, second.region
+    region, other = first.region, second.region
     pairs: Mapping[str, tuple[Sequence[Any], Sequence[Any]]] = {
-        "argument": (one.constants, two.constants), "result": (one.out_constants, two.out_constants),
+        "argument": (region.constants, other.constants), "result": (region.out_constants, other.out_constants),
     }  # fmt: skip
     for kind, (left, right) in pairs.items():
         if not same(left, right):
-            what = next((f"{a!r}, then {b!r}" for a, b in zip(left, right, strict=False) if not same([a], [b])), "")
+            change = next((f"{a!r}, then {b!r}" for a, b in zip(left, right, strict=False) if not same([a], [b])), "")
             raise refusal(
-                one.path,
-                f"a {kind} that is no tensor changes from call to call: {what}",
+                region.path,
+                f"a {kind} that is not a tensor changes from call to call: {change}",
                 remedy="pass and return tensors, and plain values that are equal in all steps "
                 "(a Hugging Face model: use_cache=False)",
             )
     ranks = [[len(shape) for shape, _ in each.results] for each in (first, second)]
     dtypes = [[dtype for _, dtype in each.results] for each in (first, second)]
-    if one.out_spec != two.out_spec or ranks[0] != ranks[1] or dtypes[0] != dtypes[1] or one.spec != two.spec:
+    alike = region.out_spec == other.out_spec and region.spec == other.spec
+    if not alike or ranks[0] != ranks[1] or dtypes[0] != dtypes[1]:
         raise refusal(
-            one.path,
+            region.path,
             "its arguments or results have other parts for another batch size",
             remedy="return the same number of tensors for every batch",
         )

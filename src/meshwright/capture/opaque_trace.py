@@ -1,4 +1,4 @@
-"""Stands in for opaque regions while a step is traced: each call becomes one operator."""
+"""Replaces the calls of opaque regions while a step is traced: each call becomes one operator."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from meshwright.torch_private import disable_current_modes, pytree
 
 
 class StandIns:
-    """Replaces the calls of a model's opaque regions. Their samples are the calls that were run eagerly."""
+    """Replaces the calls of a model's opaque regions, whose results are known from eager runs or from ``outputs``."""
 
     def __init__(self, model: nn.Module, regions: OpaqueRegions) -> None:
         self._model, self._regions = model, regions
@@ -63,21 +63,21 @@ class StandIns:
                 needs=tuple(differs) if sampled.given else (), given=sampled.given if differs else (),
             )  # fmt: skip
         elif setting.outputs is not None:
-            region, told = self._told(path, module, (leaves, spec), [*parameters, *buffers])
-            floats = tuple(at for at, each in enumerate(told) if getattr(torch, each.dtype).is_floating_point)
+            region, stated = self._given_by_user(path, module, (leaves, spec), [*parameters, *buffers])
+            floats = tuple(at for at, each in enumerate(stated) if getattr(torch, each.dtype).is_floating_point)
             call = OpaqueCall(
-                region=path, number=key[1], results=told, needs=tuple(differs) if floats else (),
+                region=path, number=key[1], results=stated, needs=tuple(differs) if floats else (),
                 given=floats if differs else (),
                 reason="opaque region, not split by samples: it was not run on an example batch",
             )  # fmt: skip
         elif self._regions.samples:
-            raise _unlike(path, f"for time number {key[1] + 1}, and was not on the example batch")
+            raise _unlike(path, f"{key[1] + 1} times, and was called {key[1]} times on the example batch")
         else:
             raise refusal(
                 path,
                 "the shapes of its results are not known: the model or the batch is on the meta device, and "
                 "cannot be run",
-                remedy="say them: mw.opaque(module, outputs=lambda x: torch.empty_like(x)), or pass real tensors",
+                remedy="give them: mw.opaque(module, outputs=lambda x: torch.empty_like(x)), or pass real tensors",
             )
         self._regions.calls[key] = region
         results = operators.run(call, tensors)
@@ -96,10 +96,10 @@ class StandIns:
                 if value is old:
                     module._buffers[name] = new
 
-    def _told(
+    def _given_by_user(
         self, path: str, module: nn.Module, given: tuple[list[Any], pytree.TreeSpec], names: list[str]
     ) -> tuple[RegionCall, tuple[OpaqueResult, ...]]:
-        """The call and its results, as the user's function ``outputs`` says."""
+        """The call and its results, by the user's function ``outputs``."""
         leaves, spec = given
         outputs = self._regions.settings[path].outputs
         assert outputs is not None

@@ -1,4 +1,4 @@
-"""``meshwright advise``: read a configuration of another trainer, predict it, and say what to change."""
+"""``meshwright advise``: read a configuration of another trainer, predict it, and show a faster layout."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,18 +35,20 @@ def advise(
         "", "--from", help="torchtitan, megatron, deepspeed or accelerate; default: by the file."
     ),
     software: str = typer.Option("", help="The software profile of predictions; default: that of the trainer."),
-    output: Path | None = typer.Option(None, "--output", "-o", help="The folder for the configuration as it could be."),
+    output: Path | None = typer.Option(
+        None, "--output", "-o", help="The folder for the faster layout's configuration."
+    ),
     as_json: bool = display.JSON,
 ) -> int:
     """Read a configuration of another trainer, predict its step, and show the best layout beside it."""
     from meshwright import prediction
-    from meshwright.export.advice import advise as find
+    from meshwright.export import advice as advices
 
     text = files.read_bytes(config).decode(errors="replace")
     machine = prediction.load_cluster(cluster, ranks or None)
     sizes = prediction.load_model(model, sequence=sequence) if model else None
     with display.progress("weighing layouts"):
-        advice = find(
+        advice = advices.advise(
             text, config, machine, num_ranks=ranks, model=sizes, source=source, global_batch=batch, software=software
         )
     if output is not None and advice.best is not None:

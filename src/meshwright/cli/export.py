@@ -7,6 +7,7 @@ import typer
 
 from meshwright import config
 from meshwright.cli import display
+from meshwright.cli.overrides import target_of
 from meshwright.cli.plan import refuse, run_of
 from meshwright.cli.trust import TRUST
 from meshwright.errors import ClusterError, LayoutError
@@ -21,10 +22,12 @@ EPILOG = display.examples(
     "--layout tp=8,pp=4,sequence_parallel=true --output exported",
     "meshwright export plan.json RUN.toml --to fsdp2 --output exported",
     "meshwright export gpt --to deepspeed --layout.dp 2 --layout.zero 1",
-    note="What the trainer cannot express is named, with the nearest that it can. Both forms are predicted.",
+    note="The export names each part that the trainer cannot express, with its replacement, and predicts both forms.",
 )
 OF_SIZES = ("batch", "sequence", "layout", "software")
 """Options that do not apply to a captured model."""
+OF_RUNS = ("cluster", "ranks")
+"""Options that do not apply to a plan file without its run."""
 
 
 def export(
@@ -49,23 +52,29 @@ def export(
     trust: bool = TRUST,
     as_json: bool = display.JSON,
 ) -> int:
-    """Write a plan, or a layout by sizes, as configuration and launch command of another trainer."""
+    """Write a plan, or a layout by sizes, as the configuration and the launch command of another trainer."""
     from meshwright import prediction
 
+    run_file, arguments = target_of(context, run_file, "")
     sizes = target in prediction.model_names() and target not in config.REFERENCES
     sizes = sizes or (target.endswith(".json") and not run_file and _is_model(target))
     if sizes:
-        made = _of_sizes(context, target, to, cluster, ranks, batch, sequence, layout, software, base)
+        if extra := [*([run_file] if run_file else []), *arguments]:
+            problem = f"{target} is described by its sizes, and takes neither a run file nor keys of one"
+            raise LayoutError(problem, where=extra[0], remedy="leave it out; --layout has the layout")
+        exported = _of_sizes(target, to, cluster, ranks, batch, sequence, layout, software, base)
     else:
         refuse(context, OF_SIZES, f"{target} is captured: its run file has batch and layout")
-        made = _of_captured(context.args, target, run_file, to, cluster, ranks, base)
+        if target.endswith(".json") and not run_file:
+            refuse(context, OF_RUNS, f"{target} is exported without its run, for the devices of the plan")
+        exported = _of_captured(arguments, target, run_file, to, cluster, ranks, base)
     if output is not None:
-        for name, text in made.files.items():
+        for name, text in exported.files.items():
             display.write(output / name, text.encode())
     if as_json:
-        display.print_json(made)
+        display.print_json(exported)
     else:
-        _print(made, output)
+        _print(exported, output)
     return 0
 
 
@@ -78,14 +87,11 @@ def _is_model(path: str) -> bool:
 
 
 def _of_sizes(
-    context: typer.Context, model: str, to: str, cluster: str, ranks: int, batch: int, sequence: int, layout: str,
-    software: str, base: str,
+    model: str, to: str, cluster: str, ranks: int, batch: int, sequence: int, layout: str, software: str, base: str,
 ) -> "Exported":  # fmt: skip
     from meshwright import prediction
     from meshwright.export.by_sizes import export_sizes
 
-    if context.args:
-        raise LayoutError(f"{model} is not captured", where=context.args[0], remedy="leave it out")
     if not cluster:
         raise ClusterError(
             "no cluster is named", where="--cluster", remedy="give a name of `meshwright clusters`, or a .toml file"
@@ -111,30 +117,32 @@ def _of_captured(
         return captured.export_run(to, run, ranks, base)
 
 
-def _print(made: "Exported", output: Path | None) -> None:
+def _print(exported: "Exported", output: Path | None) -> None:
     terminal = display.console()
     if output is None:
-        for name, text in made.files.items():
+        for name, text in exported.files.items():
             terminal.print(f"--- {name}\n{text}---")
     else:
-        terminal.print(f"written: {', '.join(str(output / name) for name in made.files)}")
-    terminal.print(f"start it: {made.command}")
-    for line in made.in_code:
+        terminal.print(f"written: {', '.join(str(output / name) for name in exported.files)}")
+    terminal.print(f"start it: {exported.command}")
+    for line in exported.in_code:
         terminal.print(f"  in your program: {line}")
-    for gap in made.gaps:
-        terminal.print(f"  {made.target} cannot express: {gap.what}\n    instead: {gap.nearest}")
-    for line in made.assumptions:
+    for gap in exported.gaps:
+        terminal.print(f"  {exported.target} cannot express: {gap.what}\n    instead: {gap.nearest}")
+    for line in exported.assumptions:
         terminal.print(f"  assumed: {line}")
-    software = f" (software {made.software})" if made.software else ""
-    if made.planned is not None:
-        terminal.print(f"  predicted as planned{software}: {costs(made.planned)}")
-    if made.predicted is not None:
-        more = f", {made.predicted.step_s / made.planned.step_s:.3f} x the step" if made.planned and made.gaps else ""
-        terminal.print(f"  predicted as exported{software}: {costs(made.predicted)}{more}")
-    elif made.gaps:
+    software = f" (software {exported.software})" if exported.software else ""
+    if exported.planned is not None:
+        terminal.print(f"  predicted as planned{software}: {costs(exported.planned)}")
+    if exported.predicted is not None:
+        more = ""
+        if exported.planned is not None and exported.gaps:
+            more = f", {exported.predicted.step_s / exported.planned.step_s:.3f} x the step"
+        terminal.print(f"  predicted as exported{software}: {costs(exported.predicted)}{more}")
+    elif exported.gaps:
         terminal.print("  the exported form is not predicted: name the run file too, after the plan file")
-    if made.own_predicted is not None:
-        terminal.print(f"  predicted as exported (software {made.own_software}): {costs(made.own_predicted)}")
+    if exported.own_predicted is not None:
+        terminal.print(f"  predicted as exported (software {exported.own_software}): {costs(exported.own_predicted)}")
 
 
 def costs(prediction: "Prediction") -> str:

@@ -101,5 +101,5 @@ def hides(network: Network, group: Group, algorithm: str) -> bool:
     sent at the start. They hide nothing between CPU ranks of one box."""
     if algorithm != "star":
         return False
-    inside = network.cluster.levels[0].fan_out if network.cluster.levels else 1
-    return network.cluster.device.kind != "cpu" or (group.size - 1) * group.stride >= inside
+    cluster = network.cluster
+    return cluster.device.kind != "cpu" or (group.size - 1) * group.stride >= cluster.box_size

@@ -4,11 +4,12 @@ from typing import Any
 
 import msgspec
 
+from meshwright.cost.setup import Precision
 from meshwright.errors import FileFormatError, LayoutError
-from meshwright.export.deepspeed import table, whole
 from meshwright.export.exported import Exported, Imported, version_assumption
 from meshwright.export.form import Form, microbatches_of
 from meshwright.export.narrowing import Narrowing
+from meshwright.export.settings import misspelled, table, whole_number, word
 from meshwright.ir.layout import ZERO_STAGES, Layout
 from meshwright.ir.transformer import Transformer
 
@@ -18,6 +19,8 @@ FILE = "accelerate.yaml"
 _FSDP = "fsdp_config"
 _PARALLELISM = "parallelism_config"
 _PREFIX = "parallelism_config_"
+_KNOWN = ("distributed_type", "mixed_precision", "num_processes", _FSDP, _PARALLELISM)
+_PRECISIONS: dict[str, Precision] = {"no": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}
 
 
 def express(form: Form) -> Narrowing:
@@ -120,10 +123,12 @@ def read(text: str, where: str, num_ranks: int, model: Transformer | None) -> Im
     """
     config = _decoded(text, where)
     assumptions = ["a batch of one sample on each data-parallel rank"]
-    ranks = num_ranks or whole(config, "num_processes", 1, where)
+    ranks = num_ranks or whole_number(config, "num_processes", 1, where)
     given = table(config, _PARALLELISM, where)
     names = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size")
-    replicate, shard, tp, cp = (whole(given, f"{_PREFIX}{name}", 1, f"{where}: {_PARALLELISM}") for name in names)
+    replicate, shard, tp, cp = (
+        whole_number(given, f"{_PREFIX}{name}", 1, f"{where}: {_PARALLELISM}") for name in names
+    )
     fsdp = table(config, _FSDP, where)
     kind = config.get("distributed_type")
     if kind not in ("FSDP", "MULTI_GPU", "MULTI_CPU", "NO"):
@@ -139,8 +144,8 @@ def read(text: str, where: str, num_ranks: int, model: Transformer | None) -> Im
     dp = replicate * shard
     if dp * tp * cp != ranks:
         raise LayoutError(
-            f"sizes of {dp * tp * cp} ranks, but num_processes is {ranks}", where=f"{where}: {_PARALLELISM}",
-            remedy="correct one of them",
+            f"its sizes are for {dp * tp * cp} ranks, and there are {ranks}", where=f"{where}: {_PARALLELISM}",
+            remedy="correct a size, num_processes, or --ranks",
         )  # fmt: skip
     by_half = reshards in (False, "false", "SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2") or strategy in (2, "SHARD_GRAD_OP")
     zero = 0 if kind != "FSDP" or dp == 1 else 2 if by_half else 3
@@ -150,12 +155,12 @@ def read(text: str, where: str, num_ranks: int, model: Transformer | None) -> Im
         recompute="full" if fsdp.get("fsdp_activation_checkpointing") else "none",
         context="ring" if rotated and cp > 1 else "gather", microbatches=microbatches_of(dp, dp, 1),
     )  # fmt: skip
-    precision = config.get("mixed_precision")
     form = Form(
         model=model.name if model else "model", layout=layout, global_batch=dp, sizes=model,
-        precision=precision if precision in ("bf16", "fp16", "fp8") else "fp32",
+        precision=_PRECISIONS[word(config, "mixed_precision", "no", where, _PRECISIONS)],
     )  # fmt: skip
     unread = [f"{_FSDP}.{key}" for key, value in fsdp.items() if key == "fsdp_offload_params" and value]
+    unread += misspelled(config, _KNOWN)
     unread += [key for key in ("deepspeed_config", "megatron_lm_config", "fp8_config") if config.get(key)]
     return Imported(source=NAME, form=form, assumptions=tuple(assumptions), unread=tuple(unread))
 
@@ -170,5 +175,6 @@ def _decoded(text: str, where: str) -> dict[str, Any]:
     except msgspec.DecodeError as error:
         raise FileFormatError(f"not valid YAML: {error}", where=where, remedy="correct the file") from None
     if not isinstance(config, dict):
-        raise FileFormatError("it is no table of YAML", where=where, remedy="write `key: value`")
-    return config
+        raise FileFormatError("it is not a table of YAML", where=where, remedy="write `key: value`")
+    bare = {"distributed_type": "NO", "mixed_precision": "no"}  # YAML reads both words as false, if they are not quoted
+    return config | {key: text for key, text in bare.items() if config.get(key) is False}

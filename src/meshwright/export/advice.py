@@ -1,4 +1,4 @@
-"""Reads a configuration of another trainer, predicts it, and finds what to change: the best layout beside it."""
+"""Reads a configuration of another trainer, predicts it, and finds faster layouts."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from meshwright.cost.memory import estimate_memory, verdict
 from meshwright.cost.occupancy import Occupancy
 from meshwright.cost.setup import Setup
 from meshwright.errors import LayoutError
-from meshwright.export import targets
+from meshwright.export import targets, torchtitan
 from meshwright.export.by_sizes import predicted
 from meshwright.export.exported import Exported, Imported
 from meshwright.export.form import Form, microbatches_of
@@ -21,21 +21,22 @@ from meshwright.report.plan_difference import Difference, PlanDifference
 
 
 class Better(msgspec.Struct, frozen=True, kw_only=True):
-    """A layout beside that of a configuration, with the settings that differ."""
+    """A faster layout than that of a configuration. ``verdict`` says whether it fits in the devices' memory,
+    ``changes`` are the settings that differ, and ``export`` is the layout as a configuration of the same trainer."""
 
     setup: Setup
     prediction: Prediction
     verdict: Occupancy
     changes: PlanDifference
     export: Exported
-    """The layout for the trainer of the configuration."""
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
-    """What a configuration is predicted to cost, and better layouts for its model, batch and devices.
+    """The prediction of a configuration, and faster layouts for its model, batch and devices.
 
-    ``best`` is the fastest layout that its trainer can run; None if nothing is faster. ``beyond`` is the fastest
-    layout of all, if the trainer cannot run it."""
+    ``software`` is the software profile of the predictions. ``best`` is the fastest layout that the configuration's
+    trainer can run; None if nothing is faster. ``beyond`` is the fastest layout of all, if the trainer cannot run it.
+    """
 
     imported: Imported
     setup: Setup
@@ -86,16 +87,16 @@ def advise(
         )  # fmt: skip
     machine = with_software(machine.resized(setup.world_size), software or targets.target(name).SOFTWARE)
     fits = verdict(estimate_memory(setup, machine), machine, None)
-    found = [_better(name, setup, other, machine) for other in _others(setup, machine)]
-    now = predicted(setup, machine)
+    prediction = predicted(setup, machine)
+    others = (_better(name, setup, other, machine) for other in _others(setup, machine))
     faster = sorted(
-        (each for each in found if fits == "does not fit" or each.prediction.step_s < now.step_s),
-        key=lambda each: each.prediction.step_s,
+        (other for other in others if fits == "does not fit" or other.prediction.step_s < prediction.step_s),
+        key=lambda other: other.prediction.step_s,
     )
-    best = next((each for each in faster if not each.export.gaps), None)
+    best = next((better for better in faster if not better.export.gaps), None)
     beyond = faster[0] if faster and faster[0] is not best else None
     return Advice(
-        imported=imported, setup=setup, prediction=now, verdict=fits, software=machine.software.name, best=best,
+        imported=imported, setup=setup, prediction=prediction, verdict=fits, software=machine.software.name, best=best,
         beyond=beyond,
     )  # fmt: skip
 
@@ -111,9 +112,7 @@ def _others(setup: Setup, machine: Cluster) -> Iterator[Setup]:
 
 
 def _better(name: str, old: Setup, new: Setup, machine: Cluster) -> Better:
-    export = targets.write(
-        name, Form.of_setup(new), machine.levels[0].fan_out if machine.levels else 1, _base(name, new)
-    )
+    export = targets.write(name, Form.of_setup(new), machine.box_size, _base(name, new))
     return Better(
         setup=new, prediction=predicted(new, machine), verdict=verdict(estimate_memory(new, machine), machine, None),
         changes=changes(old, new), export=export,
@@ -122,8 +121,7 @@ def _better(name: str, old: Setup, new: Setup, machine: Cluster) -> Better:
 
 def _base(name: str, setup: Setup) -> str:
     """A base for models that torchtitan does not know, so that their layouts can be written."""
-    module = targets.target(name)
-    return "" if name != "torchtitan" or setup.model.name in module.MODELS else "MODULE:FUNCTION"
+    return "" if name != torchtitan.NAME or setup.model.name in torchtitan.MODELS else "MODULE:FUNCTION"
 
 
 def changes(old: Setup, new: Setup) -> PlanDifference:

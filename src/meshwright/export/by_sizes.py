@@ -33,12 +33,12 @@ def export_sizes(
         raise LayoutError("fsdp2 is code for a module, and this model has sizes only", where="--to", remedy=remedy)
     setup = _given(layout, model, machine, global_batch) if layout else _best(model, machine, global_batch)
     form = Form.of_setup(setup)
-    made = targets.write(name, form, machine.levels[0].fan_out if machine.levels else 1, base)
+    exported = targets.write(name, form, machine.box_size, base)
+    nearest = exported.form.setup()
     own = with_software(machine, targets.target(name).SOFTWARE)
     return msgspec.structs.replace(
-        made, planned=predicted(setup, machine), predicted=predicted(made.form.setup(), machine),
-        software=machine.software.name, own_software=own.software.name,
-        own_predicted=predicted(made.form.setup(), own),
+        exported, planned=predicted(setup, machine), predicted=predicted(nearest, machine),
+        software=machine.software.name, own_software=own.software.name, own_predicted=predicted(nearest, own),
     )  # fmt: skip
 
 
@@ -52,19 +52,20 @@ def predicted(setup: Setup, machine: Cluster) -> Prediction:
 
 
 def _best(model: Transformer, machine: Cluster, global_batch: int) -> Setup:
-    found = search(model, machine, global_batch=global_batch)
-    if not found.options:
+    options = search(model, machine, global_batch=global_batch).options
+    if not options:
         raise LayoutError(
             f"no layout of {model.name} fits {machine.num_devices} devices of {machine.name}", where="--ranks",
             remedy="take more or larger devices, or a smaller batch",
         )  # fmt: skip
-    return found.options[0].setup
+    return options[0].setup
 
 
 def _given(text: str, model: Transformer, machine: Cluster, global_batch: int) -> Setup:
     setup = setup_of(text, model, global_batch, machine.num_devices)
     if setup.grid:
-        raise LayoutError("tp is a grid", where="--layout", remedy="give tp as one number")
+        grid = "x".join(map(str, setup.grid))
+        raise LayoutError(f"tp={grid} is a grid", where="--layout", remedy="give tp as one number")
     if setup.world_size > machine.num_devices:
         raise LayoutError(
             f"{setup.world_size} ranks, {machine.name} has {machine.num_devices} devices", where="--layout",

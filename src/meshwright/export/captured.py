@@ -1,4 +1,4 @@
-"""Exports plans of captured models, with predictions of the plan as it is and of the exported form."""
+"""Exports plans of captured models, with predictions of the plan itself and of the exported form."""
 
 import msgspec
 import torch
@@ -26,8 +26,7 @@ def export_run(name: str, run: Run, ranks: int = 0, base: str = "") -> Exported:
     Raises:
         LayoutError: the layout does not fit the model or the batch, or the target is unknown.
     """
-    if name != targets.FSDP2:
-        targets.target(name)
+    targets.check(name, base)
     graph, plan, optimizer = planned(run, ranks)
     known = cluster_of(run, CPU, plan.mesh.world_size)
     clips = run.train.max_grad_norm > 0
@@ -36,20 +35,19 @@ def export_run(name: str, run: Run, ranks: int = 0, base: str = "") -> Exported:
             build.model(run), build.loss_function(run), build.example_batch(run), plan, cluster=known,
             optimizer=optimizer, clips=clips,
         )  # fmt: skip
-    made = targets.write(name, Form.of_plan(plan), fsdp2.box_size(known), base)
+    exported = targets.write(name, Form.of_plan(plan), known.box_size, base)
     before = foretell(PlanLowering(graph), plan, known, optimizer=optimizer, clips=clips).prediction
-    own = plan
-    if plan.layout.replicas > 1:  # the graph is of one replica's part of the batch
+    nearest = plan
+    if plan.layout.replicas > 1:  # ``graph`` is the graph of one replica's part of the batch
         model, loss_fn, batch = build.model(run), build.loss_function(run), build.example_batch(run)
         graph = api.capture(model, loss_fn, batch, precision=plan.precision)
-    if made.gaps:
-        layout = made.form.layout
-        grown = known_cluster(known, CPU, layout.num_ranks)
+    if exported.gaps:
+        layout = exported.form.layout
+        known = known_cluster(known, CPU, layout.num_ranks)
         ask = Ask(optimizer=optimizer, lower=PlanLowering(graph), by_rule=True)  # other trainers split by this rule
-        own = plan_layout(graph, layout, world_size=layout.num_ranks, cluster=grown, ask=ask)
-        known = grown
-    now = foretell(PlanLowering(graph), own, known, optimizer=optimizer, clips=clips).prediction
-    return msgspec.structs.replace(made, planned=before, predicted=now, software=known.software.name)
+        nearest = plan_layout(graph, layout, world_size=layout.num_ranks, cluster=known, ask=ask)
+    after = foretell(PlanLowering(graph), nearest, known, optimizer=optimizer, clips=clips).prediction
+    return msgspec.structs.replace(exported, planned=before, predicted=after, software=known.software.name)
 
 
 def export_plan(name: str, plan: Plan, base: str = "") -> Exported:
@@ -64,5 +62,6 @@ def export_plan(name: str, plan: Plan, base: str = "") -> Exported:
             remedy="name the run file of the model too: meshwright export plan.json RUN.toml --to fsdp2",
         )  # fmt: skip
     cluster = known_cluster(None, CPU, plan.mesh.world_size)
-    made = targets.write(name, Form.of_plan(plan), fsdp2.box_size(cluster), base)
-    return msgspec.structs.replace(made, planned=plan.prediction, predicted=None if made.gaps else plan.prediction)
+    exported = targets.write(name, Form.of_plan(plan), cluster.box_size, base)
+    predicted = None if exported.gaps else plan.prediction
+    return msgspec.structs.replace(exported, planned=plan.prediction, predicted=predicted)

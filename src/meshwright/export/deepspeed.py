@@ -6,15 +6,16 @@ import msgspec
 
 from meshwright.errors import FileFormatError, LayoutError
 from meshwright.export.exported import Exported, Imported, launch, version_assumption
-from meshwright.export.form import Form, microbatches_of
+from meshwright.export.form import Form, data_ranks_of, microbatches_of
 from meshwright.export.narrowing import Narrowing
+from meshwright.export.settings import misspelled, table, whole_number
 from meshwright.ir.layout import ZERO_STAGES, Layout
 from meshwright.ir.transformer import Transformer
 
 NAME, PACKAGE, VERSION, SOFTWARE = "deepspeed", "deepspeed", "0.19.8", "deepspeed"
 FILE = "ds_config.json"
 
-_READ = {
+_KNOWN = {
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "zero_optimization",
     "bf16", "fp16", "tensor_parallel", "pipeline", "sequence_parallel_size", "data_parallel_size",
     "activation_checkpointing",
@@ -106,24 +107,21 @@ def read(text: str, where: str, num_ranks: int, model: Transformer | None) -> Im
         FileFormatError: the text is not JSON, or a value has another type.
         LayoutError: the sizes do not fit each other.
     """
-    config = decoded(text, where)
+    config = _decoded(text, where)
     zero_table = table(config, "zero_optimization", where)
-    stage = whole(zero_table, "stage", 0, f"{where}: zero_optimization")
+    stage = whole_number(zero_table, "stage", 0, f"{where}: zero_optimization", least=0)
     if stage > 3:
         raise FileFormatError(f"stage {stage}", where=f"{where}: zero_optimization", remedy="give 0, 1, 2 or 3")
     tensor = table(config, "tensor_parallel", where)
-    tp = whole(tensor, "autotp_size", 1, f"{where}: tensor_parallel") or 1
-    pipeline = table(config, "pipeline", where)
-    stages = pipeline.get("stages", 1)
-    pp = stages if isinstance(stages, int) else 1
-    cp = whole(config, "sequence_parallel_size", 1, where)
-    dp, rest = divmod(num_ranks, tp * pp * cp)
-    if rest or not dp:
-        raise LayoutError(
-            f"{num_ranks} ranks do not divide into tp={tp} x pp={pp} x cp={cp}", where=where,
-            remedy=f"give --ranks that is a multiple of {tp * pp * cp}",
-        )  # fmt: skip
+    tp = whole_number(tensor, "autotp_size", 1, f"{where}: tensor_parallel", least=0) or 1
     assumptions = [f"{num_ranks} ranks"]
+    pipeline = table(config, "pipeline", where)
+    if pipeline.get("stages") == "auto":
+        assumptions.append('one pipeline stage, because pipeline.stages is "auto"')
+        pipeline = {**pipeline, "stages": 1}
+    pp = whole_number(pipeline, "stages", 1, f"{where}: pipeline")
+    cp = whole_number(config, "sequence_parallel_size", 1, where)
+    dp = data_ranks_of(num_ranks, where, tp=tp, pp=pp, cp=cp)
     steps, batch = _batch(config, dp, where, assumptions)
     recompute = "activation_checkpointing" in config
     if recompute:
@@ -140,6 +138,7 @@ def read(text: str, where: str, num_ranks: int, model: Transformer | None) -> Im
         overlap="dp" if zero_table.get("overlap_comm") else "none",
     )  # fmt: skip
     unread = [key for key in config if key in _PARALLEL]
+    unread += misspelled(config, _KNOWN)
     unread += [
         f"zero_optimization.{key}" for key in zero_table if key.startswith(("offload_param", "mics", "zero_hpz"))
     ]
@@ -150,7 +149,7 @@ def _batch(config: dict[str, Any], dp: int, where: str, assumptions: list[str]) 
     """The number of micro-batches, and the samples of a step. Of these and the samples of a micro-batch, DeepSpeed
     derives the third from two, and takes 1 for values that are missing."""
     names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
-    micro, steps, batch = (0 if config.get(name) == "auto" else whole(config, name, 0, where) for name in names)
+    micro, steps, batch = (0 if config.get(name) == "auto" else whole_number(config, name, 0, where) for name in names)
     if any(config.get(name) == "auto" for name in names):
         assumptions.append('1 for each size of the batch that is "auto"')
     if batch and not micro:
@@ -168,30 +167,12 @@ def _batch(config: dict[str, Any], dp: int, where: str, assumptions: list[str]) 
     return microbatches_of(batch, dp, micro), batch
 
 
-def decoded(text: str, where: str) -> dict[str, Any]:
-    """The JSON object of a text; raises a FileFormatError if it is none."""
+def _decoded(text: str, where: str) -> dict[str, Any]:
+    """The JSON object of a text; raises a FileFormatError if the text is something else."""
     try:
         config = msgspec.json.decode(text)
     except msgspec.DecodeError as error:
         raise FileFormatError(f"not valid JSON: {error}", where=where, remedy="correct the file") from None
     if not isinstance(config, dict):
-        raise FileFormatError("it is no JSON object", where=where, remedy="write {...}")
+        raise FileFormatError("it is not a JSON object", where=where, remedy="write {...}")
     return config
-
-
-def table(config: dict[str, Any], key: str, where: str) -> dict[str, Any]:
-    """The table ``key``, empty if it is missing; raises a FileFormatError if it is no table."""
-    value = config.get(key) or {}
-    if not isinstance(value, dict):
-        raise FileFormatError(f"{value!r} is no table", where=f"{where}: {key}", remedy="correct that key")
-    return value
-
-
-def whole(config: dict[str, Any], key: str, default: int, where: str) -> int:
-    """The whole number ``key``; raises a FileFormatError if it is another value."""
-    value = config.get(key)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise FileFormatError(f"{value!r} is no whole number", where=f"{where}: {key}", remedy="correct that key")
-    return value

@@ -23,7 +23,7 @@ class Exported(msgspec.Struct, frozen=True, kw_only=True):
     in_code: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
     planned: Prediction | None = None
-    """The prediction of the plan as it is."""
+    """The prediction of the plan before the export."""
     predicted: Prediction | None = None
     """The prediction of the exported form. Both predictions are for the same software."""
     software: str = ""
@@ -64,4 +64,4 @@ def version_assumption(package: str, known: str) -> tuple[str, ...]:
         return (f"{package} {known}; it is not installed here, so its version was not compared",)
     if here == known:
         return ()
-    return (f"{package} {known}; {here} is installed here, and may read the settings in another way",)
+    return (f"{package} {known}; {here} is installed here, and may read the settings differently",)

@@ -21,8 +21,8 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
 
     ``global_batch`` is the number of samples per step. ``sizes`` are the sizes of a transformer (None: the model was
     captured, and its code is the user's own). ``blocks`` has the number of repeated blocks of each pipeline stage, if
-    the stages are not equal. ``splits`` names the modules whose operators are split in another way than tensor
-    parallelism splits them. The other fields are as in ``cost.setup.Setup``."""
+    the stages are not equal. ``splits`` names the modules whose operators are split differently from
+    tensor parallelism. The other fields are as in ``cost.setup.Setup``."""
 
     model: str
     layout: Layout
@@ -68,13 +68,13 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of_plan(cls, plan: Plan) -> "Form":
-        """The form of a captured model. Replicas count as data-parallel ranks of a batch that is larger by as much."""
+        """The form of a captured model. The batch of all replicas together is its batch."""
         layout = msgspec.structs.replace(plan.layout, microbatches=plan.microbatches, precision=plan.precision)
         if plan.schedule != "none":
             layout = msgspec.structs.replace(layout, schedule=plan.schedule, chunks=plan.chunks)
         return cls(
             model=plan.model, layout=layout, global_batch=plan.batch_size * layout.replicas,
-            precision=PRECISIONS[plan.precision], blocks=_blocks(plan), splits=_unusual(plan),
+            precision=PRECISIONS[plan.precision], blocks=_blocks(plan), splits=_other_splits(plan),
         )  # fmt: skip
 
     def setup(self) -> Setup:
@@ -98,16 +98,19 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
         )  # fmt: skip
 
 
-USUAL = ("h", "x", "f", "v", "s", "none")
-"""Factors over which tensor parallelism as in Megatron-LM splits modules: heads (also in groups), hidden features,
-vocabulary; and the sequence between them."""
+MEGATRON_FACTORS = ("h", "x", "f", "v", "s", "none")
+"""The factors that Megatron-LM's tensor parallelism splits: heads (also in groups), hidden features, vocabulary; and
+the sequence between split modules."""
 
 
-def _unusual(plan: Plan) -> tuple[str, ...]:
-    """The modules that are split over ``tp`` by another factor than tensor parallelism as in Megatron-LM splits."""
+def _other_splits(plan: Plan) -> tuple[str, ...]:
+    """The modules whose split over ``tp`` differs from Megatron-LM's tensor parallelism."""
     splits = ((starred(note.module), word) for note in plan.notes for word in note.split.split())
-    found = (module for module, word in splits if word.endswith("@tp") and word.removesuffix("@tp") not in USUAL)
-    return tuple(dict.fromkeys(found))
+    modules = (
+        module for module, word in splits
+        if word.endswith("@tp") and word.removesuffix("@tp") not in MEGATRON_FACTORS
+    )  # fmt: skip
+    return tuple(dict.fromkeys(modules))
 
 
 def _blocks(plan: Plan) -> tuple[int, ...]:
@@ -129,6 +132,22 @@ def _block_of(name: str) -> int | None:
     """The index of the block in the name of an operator or parameter; None outside of blocks."""
     words = name.partition(":")[0].split(".")
     return next((int(word) for word in words if word.isdecimal()), None)
+
+
+def data_ranks_of(num_ranks: int, where: str, **others: int) -> int:
+    """The number of data-parallel ranks beside the other axes (name and size) of a configuration without that number.
+
+    Raises:
+        LayoutError: the other axes do not divide the ranks.
+    """
+    product = math.prod(others.values())
+    if num_ranks < product or num_ranks % product:
+        axes = " x ".join(f"{name}={size}" for name, size in others.items())
+        raise LayoutError(
+            f"{num_ranks} ranks do not divide into {axes}", where=where,
+            remedy=f"give --ranks that is a multiple of {product}",
+        )  # fmt: skip
+    return num_ranks // product
 
 
 def microbatches_of(global_batch: int, data_ranks: int, micro_batch: int) -> int:

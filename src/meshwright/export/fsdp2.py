@@ -30,7 +30,7 @@ from meshwright.planner.foretell import foretell
 
 NAME = "fsdp2"
 TRIES = 12
-"""The largest number of plans until one is found that modules can run. Each pins further modules."""
+"""The largest number of plans that are tried. Each plan pins more modules than the plan before it."""
 
 
 class _Fitted(msgspec.Struct, frozen=True):
@@ -69,7 +69,7 @@ def export(
     optimizer: OptimizerCost = ADAMW,
     clips: bool = False,
 ) -> Exported:
-    """The file for ``plan``, and what it costs that modules cannot split as the plan does.
+    """The file for ``plan``, with predictions of the plan and of the exported form.
 
     ``model``, ``loss_fn`` and ``batch`` are those that were captured for the plan. ``cluster``, ``optimizer`` and
     ``clips`` are as in ``mw.plan``; predictions are for them.
@@ -81,7 +81,7 @@ def export(
     """
     if plan.layout.replicas > 1:
         raise LayoutError(
-            f"{plan.layout.replicas} replicas under {plan.consistency}, and the file is of one process group",
+            f"{plan.layout.replicas} replicas under {plan.consistency}, and the file has one process group",
             where="export", remedy="plan it with replicas=1, and export that plan",
         )  # fmt: skip
     graph = api.capture(model, loss_fn, batch, precision=plan.precision)
@@ -107,15 +107,10 @@ def export(
     name = f"{plan.model.lower()}_fsdp2.py"
     text = file_text(form, plan, fitted, _blocks(graph), gaps, _shapes(graph, fitted.modules))
     return Exported(
-        target=NAME, form=form, files={name: text}, command=launch(form.num_ranks, box_size(known), "train.py"),
+        target=NAME, form=form, files={name: text}, command=launch(form.num_ranks, known.box_size, "train.py"),
         gaps=tuple(gaps), in_code=in_code(name, form), assumptions=_assumptions(model, form),
         planned=before, predicted=now, software=known.software.name,
     )  # fmt: skip
-
-
-def box_size(cluster: Cluster) -> int:
-    """The number of devices in a box of the cluster."""
-    return cluster.levels[0].fan_out if cluster.levels else 1
 
 
 def in_code(name: str, form: Form) -> tuple[str, ...]:
@@ -130,18 +125,18 @@ def in_code(name: str, form: Form) -> tuple[str, ...]:
 def _fit(
     plan: Plan, planned: Callable[[Layout], Plan], graph: Graph, model: nn.Module, loss_fn: LossFunction, batch: Any
 ) -> _Fitted:
-    """Pin modules until the plan is one that modules can run."""
+    """Pin modules until ``parallelize_module`` can run the plan."""
     kinds = module_kinds(model)
     pins: dict[str, str] = {}
     for _ in range(TRIES):
-        found = splits(graph, plan, kinds)
-        if not found.pins and found.modules:
+        split = splits(graph, plan, kinds)
+        if not split.pins and split.modules:
             ranks, precision = plan.mesh.sizes["tp"], plan.precision
-            found.pins = pins_for_code(graph, model, loss_fn, batch, found, ranks, precision)
-        if not found.pins:
-            return _Fitted(plan, found.modules, found.summed, pins)
-        pins |= found.pins
-        layout = msgspec.structs.replace(plan.layout, pin={**plan.layout.pin, **found.pins})
+            split.pins = pins_for_code(graph, model, loss_fn, batch, split, ranks, precision)
+        if not split.pins:
+            return _Fitted(plan, split.modules, split.summed, pins)
+        pins |= split.pins
+        layout = msgspec.structs.replace(plan.layout, pin={**plan.layout.pin, **split.pins})
         plan = planned(layout)
     raise LayoutError(
         f"no tensor parallelism of modules was found for {plan.model}", where="export",
@@ -150,7 +145,7 @@ def _fit(
 
 
 def _gaps(fitted: _Fitted, plan: Plan, layout: Layout) -> list[Gap]:
-    """The gaps that the pins close, each with the split that the module had in ``plan``."""
+    """The gaps that the pins cause, each with the split that the module has in ``plan``."""
     notes = {starred(note.module): note.split for note in plan.notes}
     gaps = []
     for glob in fitted.pins:
@@ -188,14 +183,14 @@ def _shapes(graph: Graph, modules: Iterable[str]) -> dict[str, tuple[int, ...]]:
 
 
 def _assumptions(model: nn.Module, form: Form) -> tuple[str, ...]:
-    found = []
+    assumptions = []
     if form.layout.dp > 1:
-        found.append("every sample has as many labels: the loss is the mean over ranks of their means")
+        assumptions.append("all samples have equally many labels: the loss is the mean of the ranks' mean losses")
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()) and form.layout.dp > 1:
-        found.append("batch norm takes the statistics of each rank's samples")
+        assumptions.append("batch norm uses the statistics of each rank's samples")
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
-        found.append("dropout draws other masks than one process does")
-    return tuple(found)
+        assumptions.append("dropout masks differ from those of one process")
+    return tuple(assumptions)
 
 
 # --- the file --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Checks that a model's own code computes on a rank's parts what its plan computes: it is captured with split layers.
+"""Checks that a model's code, run on a rank's parts, has the shapes of the plan: captures it with split layers.
 
 Code between split layers may hold sizes of the whole model (``view(b, s, self.num_heads, -1)``). Then it fails on
 parts, or computes something else. A copy of the model, whose split layers have a rank's weights, shows this without
@@ -82,9 +82,9 @@ def _on_one_rank(model: nn.Module, modules: Mapping[str, Split], ranks: int) -> 
         id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
         for parameter in model.parameters()
     }
-    one = copy.deepcopy(model, memo)
+    shrunk = copy.deepcopy(model, memo)
     for path, split in modules.items():
-        module = one.get_submodule(path)
+        module = shrunk.get_submodule(path)
         outputs = split.style == "column"
         dim = 0 if outputs == (split.kind == "linear") else 1
         _shrink(module, "weight", dim, ranks)
@@ -95,7 +95,7 @@ def _on_one_rank(model: nn.Module, modules: Mapping[str, Split], ranks: int) -> 
             module.forward = partial(_gathered, forward, ranks)
         elif split.whole_input:
             module.forward = partial(_of_a_part, forward, ranks)
-    return one
+    return shrunk
 
 
 def _shrink(module: nn.Module, name: str, dim: int, ranks: int) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 from meshwright.cost.setup import Overlap, Precision
 from meshwright.errors import FileFormatError, LayoutError
 from meshwright.export.exported import Exported, Imported, launch, version_assumption
-from meshwright.export.form import Form, microbatches_of
+from meshwright.export.form import Form, data_ranks_of, microbatches_of
 from meshwright.export.narrowing import Narrowing
+from meshwright.export.settings import misspelled, word
 from meshwright.ir.layout import ZERO_STAGES, Layout, Recompute
 from meshwright.ir.transformer import Transformer
 
@@ -182,20 +183,21 @@ def read(text: str, where: str, num_ranks: int, model: Transformer | None) -> Im
             return default
         if not value.isdecimal() or not int(value):
             raise FileFormatError(
-                f"{value!r} is no number of 1 or more", where=f"{where}: --{key}", remedy="correct it"
+                f"{value!r} is not a whole number from 1 on", where=f"{where}: --{key}", remedy="correct it"
             )
         return int(value)
 
-    sizes = model if model is not None else _sizes(given, number, where)
+    assumptions: list[str] = []
+    sizes = model if model is not None else _sizes(given, number, where, assumptions)
     tp, pp, cp = (number(f"{key}-parallel-size", 1) for key in ("tensor-model", "pipeline-model", "context"))
-    dp, rest = divmod(num_ranks, tp * pp * cp)
-    if rest or not dp:
-        raise LayoutError(
-            f"{num_ranks} ranks do not divide into tp={tp} x pp={pp} x cp={cp}", where=where,
-            remedy=f"give --ranks that is a multiple of {tp * pp * cp}",
-        )  # fmt: skip
+    dp = data_ranks_of(num_ranks, where, tp=tp, pp=pp, cp=cp)
     zero = _zero(given, where) if dp > 1 else 0
     instances = number("num-distributed-optimizer-instances", 1)
+    if dp % instances:
+        raise LayoutError(
+            f"{instances} optimizer instances do not divide dp={dp}",
+            where=f"{where}: --num-distributed-optimizer-instances", remedy=f"give a divisor of {dp}",
+        )  # fmt: skip
     micro = number("micro-batch-size")
     batch = number("global-batch-size", micro * dp)
     if batch % (dp * micro):
@@ -208,7 +210,7 @@ def read(text: str, where: str, num_ranks: int, model: Transformer | None) -> Im
     layout = Layout(
         dp=dp, tp=tp, pp=pp, cp=cp, ep=number("expert-model-parallel-size", 1), zero=ZERO_STAGES[zero],
         zero_ranks=dp // instances if instances > 1 else 0, chunks=chunks,
-        schedule="interleaved" if chunks > 1 else "1f1b", recompute=_recompute(given),
+        schedule="interleaved" if chunks > 1 else "1f1b", recompute=_recompute(given, where),
         sequence_parallel="sequence-parallel" in given and tp > 1,
         microbatches=microbatches_of(batch, dp, micro),
         context="gather" if cp == 1 or given.get("cp-comm-type", "p2p") != "p2p" else "ring",
@@ -222,7 +224,8 @@ def read(text: str, where: str, num_ranks: int, model: Transformer | None) -> Im
         flash=given.get("attention-backend", "flash") != "unfused",
         inner="pp" if "use-tp-pp-dp-mapping" in given and pp > 1 and cp == 1 else "dp",
     )  # fmt: skip
-    assumptions = [f"{num_ranks} ranks"] if "global-batch-size" not in given else []
+    if "global-batch-size" not in given:
+        assumptions.append(f"{num_ranks} ranks")
     return Imported(source=NAME, form=form, assumptions=tuple(assumptions), unread=tuple(unread))
 
 
@@ -230,10 +233,12 @@ def _given(text: str, where: str) -> tuple[Arguments, list[str]]:
     """The known arguments of a file or script, and the names of unknown ones that concern the parallel layout."""
     given: Arguments = {}
     unread: dict[str, None] = {}
+    known = (*_VALUES, *_SWITCHES)
     for key, value in _options(text, where):
-        if key not in _VALUES and key not in _SWITCHES:
-            if _PARALLEL.search(key):
-                unread[f"--{key}"] = None
+        if key not in known:
+            near = misspelled([key], known, "--") or [f"--{key}"]
+            if len(near[0]) > len(f"--{key}") or _PARALLEL.search(key):
+                unread[near[0]] = None
             continue
         kept = value if key in _VALUES else None
         if key in _VALUES and (kept is None or "$" in kept):
@@ -254,15 +259,15 @@ def _options(text: str, where: str) -> Iterator[tuple[str, str | None]]:
         words = [word.strip("()") for word in shlex.split("\n".join(lines), comments=True)]
     except ValueError as error:
         raise FileFormatError(f"it cannot be read: {error}", where=where, remedy="close the quotes") from None
-    for index, word in enumerate(words):
-        if not word.startswith("--"):
+    for index, option in enumerate(words):
+        if not option.startswith("--"):
             continue
-        key, equals, value = word[2:].partition("=")
+        key, equals, value = option[2:].partition("=")
         after = words[index + 1] if index + 1 < len(words) else "--"
         yield key, value if equals else None if after.startswith("--") else after
 
 
-def _sizes(given: Arguments, number: Any, where: str) -> Transformer:
+def _sizes(given: Arguments, number: Any, where: str, assumptions: list[str]) -> Transformer:
     width, heads = number("hidden-size"), number("num-attention-heads")
     gated = "swiglu" in given
     if "vocab-size" not in given:
@@ -277,14 +282,24 @@ def _sizes(given: Arguments, number: Any, where: str) -> Transformer:
     ffn = number("ffn-hidden-size", 4 * width)
     head = number("kv-channels", max(1, width // heads))
     every = given.get("moe-layer-freq") or "1"
+    if not every.isdecimal() or not int(every):
+        assumptions.append(f"experts in every layer, because --moe-layer-freq is not a number: {every}")
+        every = "1"
+    dropout = given.get("hidden-dropout") or "0.1"
+    try:
+        drops = float(dropout) > 0
+    except ValueError:
+        raise FileFormatError(
+            f"{dropout!r} is not a number", where=f"{where}: --hidden-dropout", remedy="write a number from 0 to 1"
+        ) from None
     return Transformer(
         name="megatron model", layers=number("num-layers"), hidden=width, heads=heads, ffn=ffn,
         vocabulary=number("vocab-size"), sequence=number("seq-length"), gated=gated,
         kv_heads=number("num-query-groups", heads) if "group-query-attention" in given else 0,
         head_size=head if head * heads != width else 0, bias="disable-bias-linear" not in given, rotary=rotary,
-        dropout=float(given.get("hidden-dropout") or 0.1) > 0, tied="untie-embeddings-and-output-weights" not in given,
+        dropout=drops, tied="untie-embeddings-and-output-weights" not in given,
         experts=experts, experts_per_token=number("moe-router-topk", 2) if experts else 0,
-        expert_ffn=expert_ffn if expert_ffn != ffn else 0, expert_every=int(every) if every.isdecimal() else 1,
+        expert_ffn=expert_ffn if expert_ffn != ffn else 0, expert_every=int(every),
         shared_experts=shared // (expert_ffn or ffn) if experts else 0,
     )  # fmt: skip
 
@@ -294,18 +309,12 @@ def _zero(given: Arguments, where: str) -> int:
         return 3
     if "use-megatron-fsdp" in given:
         stages = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
-        name = given.get("data-parallel-sharding-strategy") or "no_shard"
-        if name not in stages:
-            raise FileFormatError(
-                f"unknown strategy {name!r}", where=f"{where}: --data-parallel-sharding-strategy",
-                remedy=f"one of {', '.join(stages)}",
-            )  # fmt: skip
-        return stages[name]
+        return stages[word(given, "data-parallel-sharding-strategy", "no_shard", where, stages)]
     return int("use-distributed-optimizer" in given)
 
 
-def _recompute(given: Arguments) -> Recompute:
+def _recompute(given: Arguments, where: str) -> Recompute:
     if "recompute-activations" in given:
         return "selective"
-    kind = given.get("recompute-granularity")
-    return "full" if kind == "full" else "selective" if kind == "selective" else "none"
+    kinds: dict[str, Recompute] = {"full": "full", "selective": "selective", "": "none"}
+    return kinds[word(given, "recompute-granularity", "", where, ("full", "selective"))]

@@ -1,6 +1,6 @@
-"""Tensor parallelism by modules: the modules that split as a plan asks, and where a plan asks for more than they can.
+"""Finds the modules that ``parallelize_module`` can split as a plan does, and the splits that it cannot do.
 
-PyTorch's ``parallelize_module`` splits whole modules. Between them, ordinary code runs on each rank's own tensors:
+PyTorch's ``parallelize_module`` splits whole modules. Between them, unchanged code runs on each rank's own tensors:
 
     q_proj (column) ──▶ view, attention, view ──▶ o_proj (row) ──▶ add
        whole in            heads of this rank        whole out
@@ -154,24 +154,24 @@ class _Walk:
         self.found.modules[path] = msgspec.structs.replace(self.found.modules[path], **changes)
 
     def _enter(self, operator: Operator, split: Split) -> None:
-        """An operator inside of a split module, whose result PyTorch's parallel style makes right."""
+        """Handle an operator inside a split module, whose result PyTorch's parallel style makes right."""
         local = self.found.local
         for name in operator.inputs:
             tensor = self.graph.tensors[name]
-            if tensor.kind == "parameter" or self._made_in(name) == operator.module:
+            if tensor.kind == "parameter" or self._producer(name) == operator.module:
                 continue
             if split.style == "row" and split.kind == "linear" and name not in local:
                 self._change(operator.module, whole_input=True)
             elif split.style == "column" and name in local:
                 self._blame(operator)
         for index, name in enumerate(operator.outputs):
-            placement = self._made(operator, index)
+            placement = self._produced(operator, index)
             gathered = self.found.modules[operator.module].gathered
             if split.style == "column" and not gathered and isinstance(placement, Shard):
                 local[name], self.found.origin[name] = placement, frozenset({operator.module})
 
     def _pass(self, operator: Operator) -> None:
-        """An operator outside of split modules."""
+        """Handle an operator outside split modules."""
         local = self.found.local
         parts = [name for name in operator.inputs if name in local]
         if not parts:
@@ -181,10 +181,10 @@ class _Walk:
         for index, name in enumerate(operator.inputs):
             expected = self._expected(operator, index)
             fits = fits and (expected if is_split(expected) else None) == local.get(name)
-        made = [self._made(operator, index) for index in range(len(operator.outputs))]
-        fits = fits and all(isinstance(placement, Shard) for placement in made)
+        produced = [self._produced(operator, index) for index in range(len(operator.outputs))]
+        fits = fits and all(isinstance(placement, Shard) for placement in produced)
         for name in {*operator.inputs} - {*parts}:
-            # What is whole here gets a term of its gradient from each rank. Terms of parameters can be added later.
+            # Each rank has a term of the gradient of a whole tensor. Terms of parameters can be added later.
             if name in self.roots and name in self.of_batch:
                 fits = False
             elif name in self.roots:
@@ -193,7 +193,7 @@ class _Walk:
             self._blame(operator)
             return
         origin = frozenset().union(*(self.found.origin[name] for name in parts))
-        for name, placement in zip(operator.outputs, made, strict=True):
+        for name, placement in zip(operator.outputs, produced, strict=True):
             assert isinstance(placement, Shard), "checked above"
             local[name], self.found.origin[name] = placement, origin
 
@@ -218,10 +218,10 @@ class _Walk:
             return None
         return input_placements(operator.rule, self._strategy(operator), index, self.sizes).get(AXIS)
 
-    def _made(self, operator: Operator, index: int) -> Placement | None:
+    def _produced(self, operator: Operator, index: int) -> Placement | None:
         if operator.rule is None or index >= len(operator.rule.parsed.outputs):
             return None
         return output_placements(operator.rule, self._strategy(operator), index, self.sizes).get(AXIS)
 
-    def _made_in(self, name: str) -> str | None:
+    def _producer(self, name: str) -> str | None:
         return self.modules.get(name)

@@ -1,4 +1,4 @@
-"""Fits a form to another trainer: what the trainer cannot express is replaced by the nearest that it can, and named."""
+"""Fits a form to another trainer: replaces each part that the trainer cannot express, and names the replacement."""
 
 import math
 from collections.abc import Collection
@@ -14,14 +14,14 @@ NO_CODECS = {"codec": "", "parameter_codec": "", "activation_codec": ""}
 
 
 class Gap(msgspec.Struct, frozen=True):
-    """A part of a plan that a target cannot express (``what``), and the nearest that it can (``nearest``)."""
+    """A part of a plan that a target cannot express (``what``), and its nearest replacement (``nearest``)."""
 
     what: str
     nearest: str
 
 
 class Narrowing:
-    """A form on its way to a target. Each method replaces one thing that the target cannot express."""
+    """A form that is being fitted to a target. Each method replaces one part that the target cannot express."""
 
     def __init__(self, form: Form) -> None:
         self.form = form
@@ -29,20 +29,20 @@ class Narrowing:
 
     @property
     def layout(self) -> Layout:
-        """The layout as it is so far."""
+        """The layout after the replacements until now."""
         return self.form.layout
 
     def note(self, what: str, nearest: str) -> None:
-        """Keep a gap that changes nothing of the form."""
+        """Add a gap that does not change the form."""
         self.gaps.append(Gap(what, nearest))
 
     def replace(self, what: str, nearest: str, **changes: Any) -> None:
-        """Change fields of the layout, and keep the gap."""
+        """Change fields of the layout, and add the gap."""
         self.note(what, nearest)
         self.form = msgspec.structs.replace(self.form, layout=msgspec.structs.replace(self.layout, **changes))
 
     def common(self, *, keeps_pins: bool = False) -> None:
-        """Replace everything that no target has. ``keeps_pins``: the target splits single modules."""
+        """Replace all parts that no target has. ``keeps_pins``: the target splits single modules."""
         layout = self.layout
         codecs = [text for text in (layout.codec, layout.parameter_codec, layout.activation_codec) if text]
         if layout.codec == "none":
@@ -150,7 +150,7 @@ class Narrowing:
             self.form = msgspec.structs.replace(self.form, inner="dp")
 
     def without_overlap(self) -> None:
-        """Replace the overlap of communication inside of layers by that of data-parallel communication."""
+        """Replace the overlap of communication inside layers by the overlap of data-parallel communication."""
         if self.form.overlap == "all":
             self.note("overlap of all communication", "overlap of data-parallel communication")
             self.form = msgspec.structs.replace(self.form, overlap="dp")

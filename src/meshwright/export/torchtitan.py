@@ -4,15 +4,17 @@ Reading takes such a file (without running it), or the TOML file of versions bef
 """
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
+from meshwright.catalog.models import load_model
 from meshwright.errors import FileFormatError, LayoutError
 from meshwright.export.exported import Exported, Imported, launch, version_assumption
 from meshwright.export.form import Form, microbatches_of
 from meshwright.export.narrowing import Narrowing
+from meshwright.export.settings import misspelled, table, whole_number, word
 from meshwright.ir.layout import ZERO_STAGES, Layout, Recompute
 from meshwright.ir.pipeline import ScheduleName
 from meshwright.ir.transformer import Transformer
@@ -48,8 +50,7 @@ _READ = {
     "training": {"local_batch_size", "global_batch_size", "seq_len", "mixed_precision_param", "dtype",
                  "enable_cpu_offload", "disable_cuda_graphs"},
 }  # fmt: skip
-_QUIET = {"training", "activation_checkpoint", "model", "compile"}
-"""Tables of which unknown keys do not concern the layout."""
+_TABLES = (*_READ, "activation_checkpoint", "model", "compile")
 
 
 def express(form: Form) -> Narrowing:
@@ -151,28 +152,27 @@ def write(form: Form, per_node: int, base: str = "") -> Exported:
 Tables = dict[str, dict[str, Any]]
 
 
-def read(
-    text: str, where: str, num_ranks: int, model: Transformer | None, known: Callable[..., Transformer]
-) -> Imported:
+def read(text: str, where: str, num_ranks: int, model: Transformer | None) -> Imported:
     """The form that a configuration describes. ``num_ranks``: the number of ranks, which it does not say. ``model``
-    replaces its model. ``known`` loads a model of the catalog by its name and sequence length.
+    replaces its model.
 
     Raises:
         FileFormatError: it cannot be parsed, or a value has another type.
         LayoutError: the sizes do not fit each other, or the model is unknown.
     """
     assumptions = [f"{num_ranks} ranks"]
-    tables, name = _of_toml(text, where) if where.endswith(".toml") else _of_python(text, where)
-    training, parallel = tables.get("training", {}), tables.get("parallelism", {})
-    sequence = _whole(training, "seq_len", 0, f"{where}: training")
+    tables, name, unread = _of_toml(text, where) if where.endswith(".toml") else _of_python(text, where)
+    training, parallel = table(tables, "training", where), table(tables, "parallelism", where)
+    sequence = whole_number(training, "seq_len", 0, f"{where}: training")
     if model is None and not name:
-        raise LayoutError("its model is not in the catalog", where=where, remedy="name one like it with --model")
-    sizes = model or known(name, sequence=sequence)
+        raise LayoutError("its model is not in the catalog", where=where, remedy="name a similar model with --model")
+    sizes = model or load_model(name, sequence=sequence)
     if not sequence:
         assumptions.append(f"sequences of {sizes.sequence} tokens")
 
-    def degree(key: str, default: int = 1) -> int:
-        return _whole(parallel, key, default, f"{where}: parallelism")
+    def degree(key: str, default: int = 1, least: int = 1) -> int:
+        other = () if default >= least else (default,)
+        return whole_number(parallel, key, default, f"{where}: parallelism", least, other)
 
     tp, pp, cp, ep = (degree(f"{axis}_parallel_degree") for axis in ("tensor", "pipeline", "context", "expert"))
     replicate, shard = degree("data_parallel_replicate_degree"), degree("data_parallel_shard_degree", -1)
@@ -184,41 +184,38 @@ def read(
             f"dp={replicate} x {shard}, tp={tp}, pp={pp}, cp={cp} take {dp * tp * pp * cp} ranks of {num_ranks}",
             where=f"{where}: parallelism", remedy="correct a degree, or give another number of --ranks",
         )  # fmt: skip
-    reshards = parallel.get("fsdp_reshard_after_forward", "default")
+    kinds = ("default", "always", "never")
+    reshards = word(parallel, "fsdp_reshard_after_forward", "default", f"{where}: parallelism", kinds)
     zero = 0 if shard == 1 else 2 if reshards == "never" else 3
     if shard > 1 and reshards == "default" and pp > 1:
         zero = 2
-    local = _whole(training, "local_batch_size", 8, f"{where}: training")
+    local = whole_number(training, "local_batch_size", 8, f"{where}: training")
     if "local_batch_size" not in training:
         assumptions.append("a local batch of 8 sequences, torchtitan's default")
-    batch = _whole(training, "global_batch_size", -1, f"{where}: training")
+    batch = whole_number(training, "global_batch_size", -1, f"{where}: training", other=(-1,))
     batch = local * dp if batch == -1 else batch
     micro = degree("pipeline_parallel_microbatch_size") if pp > 1 else local
     names = {text: schedule for schedule, text in SCHEDULES.items()}
-    spelled = parallel.get("pipeline_parallel_schedule", "1F1B")
-    if pp > 1 and spelled not in names:
-        raise LayoutError(
-            f"pipeline_parallel_schedule is {spelled!r}", where=f"{where}: parallelism",
-            remedy=f"the predictor knows {', '.join(names)}",
-        )  # fmt: skip
-    schedule = names[spelled] if pp > 1 else "1f1b"
+    schedule: ScheduleName = "1f1b"
+    if pp > 1:
+        schedule = names[word(parallel, "pipeline_parallel_schedule", "1F1B", f"{where}: parallelism", names)]
     layout = Layout(
         dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, zero=ZERO_STAGES[zero] if dp > 1 else 0,
         zero_ranks=shard if zero and 1 < shard < dp else 0, schedule=schedule,
         chunks=_chunks(schedule, parallel, sizes, pp, where), microbatches=microbatches_of(batch, dp, micro),
         sequence_parallel=bool(parallel.get("enable_sequence_parallel", True)) and tp > 1,
-        recompute=_recompute(tables, assumptions),
+        recompute=_recompute(tables, assumptions, where),
         context="ring" if cp > 1 and parallel.get("context_parallel_rotate_method") == "alltoall" else "gather",
     )  # fmt: skip
-    low = training.get("dtype") == "bfloat16" or training.get("mixed_precision_param", "bfloat16") == "bfloat16"
+    dtypes = ("float32", "bfloat16")
+    stored = word(training, "dtype", "float32", f"{where}: training", dtypes)
+    low = "bfloat16" in (stored, word(training, "mixed_precision_param", "bfloat16", f"{where}: training", dtypes))
     form = Form(
         model=sizes.name, layout=layout, global_batch=batch, sizes=sizes, precision="bf16" if low else "fp32",
-        compiled=bool(tables.get("compile", {}).get("enable", tables.get("training", {}).get("compile", False))),
+        compiled=bool(table(tables, "compile", where).get("enable", training.get("compile", False))),
     )  # fmt: skip
-    unread = [
-        f"{table}.{key}" for table, values in tables.items() if table in _READ and table not in _QUIET
-        for key in values if key not in _READ[table]
-    ]  # fmt: skip
+    unread += [f"parallelism.{key}" for key in parallel if key not in _READ["parallelism"]]
+    unread += misspelled(training, _READ["training"], "training.") + misspelled(tables, _TABLES)
     unread += ["training.enable_cpu_offload"] if training.get("enable_cpu_offload") else []
     return Imported(source=NAME, form=form, assumptions=tuple(assumptions), unread=tuple(unread))
 
@@ -228,20 +225,21 @@ def _chunks(schedule: ScheduleName, parallel: dict[str, Any], sizes: Transformer
         return 2
     if schedule != "interleaved":
         return 1
-    each = _whole(parallel, "pipeline_parallel_layers_per_stage", 0, f"{where}: parallelism")
+    each = whole_number(parallel, "pipeline_parallel_layers_per_stage", 0, f"{where}: parallelism")
     return max(2, -(-(sizes.layers + 2) // each) // pp) if each else 2
 
 
-def _recompute(tables: Tables, assumptions: list[str]) -> Recompute:
-    mode = tables.get("activation_checkpoint", {}).get("mode")
-    if mode is None:
+def _recompute(tables: Tables, assumptions: list[str], where: str) -> Recompute:
+    settings = table(tables, "activation_checkpoint", where)
+    if settings.get("mode") is None:
         assumptions.append("selective recomputation, torchtitan's default")
         return "selective"
-    return RECOMPUTE.get(str(mode), "selective")
+    return RECOMPUTE[word(settings, "mode", "", f"{where}: activation_checkpoint", RECOMPUTE)]
 
 
-def _of_toml(text: str, where: str) -> tuple[Tables, str]:
-    """The tables of a TOML file, and the name of its model in the catalog (empty: there is none)."""
+def _of_toml(text: str, where: str) -> tuple[Tables, str, list[str]]:
+    """The tables of a TOML file, the name of its model in the catalog (empty: it is not there), and no unread
+    settings."""
     try:
         tables = msgspec.toml.decode(text)
     except msgspec.DecodeError as error:
@@ -250,15 +248,14 @@ def _of_toml(text: str, where: str) -> tuple[Tables, str]:
         raise FileFormatError(
             "it has neither [parallelism] nor [training]", where=where, remedy="give a configuration of torchtitan"
         )
-    tables = {key: value for key, value in tables.items() if isinstance(value, dict)}
-    named = tables.get("model", {})
-    flavor = str(named.get("flavor", ""))
-    return tables, FLAVORS.get(flavor, "") if str(named.get("name", "")).startswith("llama3") else ""
+    model = table(tables, "model", where)
+    flavor = str(model.get("flavor", ""))
+    return tables, FLAVORS.get(flavor, "") if str(model.get("name", "")).startswith("llama3") else "", []
 
 
-def _of_python(text: str, where: str) -> tuple[Tables, str]:
-    """The settings of the last function of a file, and the name of the model whose configuration it changes. The file
-    is parsed, not run: settings are read if they are literals."""
+def _of_python(text: str, where: str) -> tuple[Tables, str, list[str]]:
+    """The settings of the last function of a file, the name of the model whose configuration it changes, and the
+    settings that are not read. The file is parsed, not run: settings are read if they are literals."""
     try:
         tree = ast.parse(text)
     except SyntaxError as error:
@@ -268,52 +265,61 @@ def _of_python(text: str, where: str) -> tuple[Tables, str]:
         raise FileFormatError("it has no function", where=where, remedy="give a file with a configuration function")
     models = {function: name for name, (_, function) in MODELS.items()}
     tables: Tables = {}
-    found = ""
+    model, unread = "", []
     for node in ast.walk(functions[-1]):
         if isinstance(node, ast.Call):
             called = _dotted(node.func)
-            found = models.get(called, found)
+            model = models.get(called, model)
             if called == "model_registry" and node.args and isinstance(node.args[0], ast.Constant):
-                found = FLAVORS.get(str(node.args[0].value), found)
-        for path, value in _settings(node):
-            table, _, key = path.partition(".")
-            tables.setdefault(table, {})[key] = value
-    return tables, found
+                model = FLAVORS.get(str(node.args[0].value), model)
+        for name, key, value in _settings(node):
+            try:
+                tables.setdefault(name, {})[key] = _kind(value) if name == _RECOMPUTE else ast.literal_eval(value)
+            except (ValueError, TypeError):
+                if name in _TABLES:
+                    unread.append(f"{name}.{key} = {ast.unparse(value)}, which is not a literal")
+    return tables, model, unread
 
 
 _CONFIGS = {"TrainingConfig": "training", "ParallelismConfig": "parallelism", "CompileConfig": "compile"}
+_RECOMPUTE = "activation_checkpoint"
 
 
-def _settings(node: ast.AST) -> Iterator[tuple[str, Any]]:
-    """Yield the settings in a node of the syntax tree: ``config.TABLE.KEY = value``, or ``ParallelismConfig(...)``."""
+def _settings(node: ast.AST) -> Iterator[tuple[str, str, ast.expr]]:
+    """Yield the settings in a node of the syntax tree, as table, key and value: ``config.TABLE.KEY = value``, or
+    ``ParallelismConfig(...)``."""
     if isinstance(node, ast.Assign) and len(node.targets) == 1:
-        path = _dotted(node.targets[0]).partition(".")[2]
-        if path == "activation_checkpoint":
-            yield f"{path}.mode", _kind(node.value)
-        elif path.count(".") == 1 and isinstance(node.value, ast.Constant | ast.UnaryOp):
-            yield path, ast.literal_eval(node.value)
+        path = _dotted(node.targets[0]).split(".")[1:]
+        if path == [_RECOMPUTE]:
+            yield _RECOMPUTE, "mode", node.value
+        elif len(path) == 2:
+            yield path[0], path[1], node.value
     elif isinstance(node, ast.Call):
-        table = _CONFIGS.get(_dotted(node.func))
+        name = _CONFIGS.get(_dotted(node.func))
         for keyword in node.keywords:
-            if table and keyword.arg and isinstance(keyword.value, ast.Constant | ast.UnaryOp):
-                yield f"{table}.{keyword.arg}", ast.literal_eval(keyword.value)
-            elif keyword.arg == "activation_checkpoint":
-                yield "activation_checkpoint.mode", _kind(keyword.value)
+            if name and keyword.arg:
+                yield name, keyword.arg, keyword.value
+            elif keyword.arg == _RECOMPUTE:
+                yield _RECOMPUTE, "mode", keyword.value
 
 
-def _kind(node: ast.AST) -> str:
-    """The kind of recomputation: the class of ``FullAC.Config()``; ``none`` for None."""
-    return _dotted(node.func).partition(".")[0] if isinstance(node, ast.Call) else "none"
+def _kind(node: ast.expr) -> str:
+    """The kind of recomputation: the class of ``FullAC.Config()``, or its argument ``mode``; ``none`` for None.
+
+    Raises:
+        ValueError: the value is neither a call nor a literal.
+    """
+    mode = node
+    if isinstance(node, ast.Call):
+        modes = [keyword.value for keyword in node.keywords if keyword.arg == "mode"]
+        if not modes:
+            return _dotted(node.func).partition(".")[0]
+        mode = modes[0]
+    value = ast.literal_eval(mode)
+    return "none" if value is None else str(value)
 
 
 def _dotted(node: ast.AST) -> str:
     if isinstance(node, ast.Attribute):
         return f"{_dotted(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else ""
-
-
-def _whole(values: dict[str, Any], key: str, default: int, where: str) -> int:
-    value = values.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or (value < 1 and value not in (-1, default)):
-        raise FileFormatError(f"{value!r} is no whole number", where=f"{where}: {key}", remedy="correct that key")
-    return value

@@ -156,6 +156,11 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return load_cluster(name_or_path, num_devices)
 
     @property
+    def box_size(self) -> int:
+        """The number of devices that the innermost level joins; 1 if the cluster is one device."""
+        return self.levels[0].fan_out if self.levels else 1
+
+    @property
     def level_names(self) -> tuple[str, ...]:
         """The names of all levels, outermost first, including the levels of members."""
         return tuple(dict.fromkeys(level.name for level in _walk(self.levels)))

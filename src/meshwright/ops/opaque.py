@@ -1,4 +1,4 @@
-"""The operators of opaque regions: a module that runs as it is, in a graph that knows only its inputs and results.
+"""The operators of opaque regions. The graph knows the inputs and results of such a module, and none of its operators.
 
 Backward runs the region's forward again, and then PyTorch's autograd inside of it. So both operators are functions of
 their inputs: a plan may recompute them, run them for several micro-batches at a time, or in any stage.
@@ -40,7 +40,7 @@ def gradient_shapes(tensors: list[Tensor], grads: list[Tensor], text: str, *_: A
 def _not_here(*arguments: Any) -> list[Tensor]:
     text = next(each for each in arguments if isinstance(each, str))
     raise CaptureError(
-        "its module is not here: only the process that captured the step can run it",
+        "only the process that captured the step has its module, and this is another process",
         where=f"opaque region {read_call(text).region}", remedy="run the step by the trainer that captured it",
     )  # fmt: skip
 
@@ -112,4 +112,4 @@ def opaque_local(local: Local) -> Any:
 
 
 RULES = {target: OperatorRule(opaque_rule, opaque_local, random=True) for target in (FORWARD, BACKWARD)}
-"""``random`` keeps regions out of the prologue: what they do is not known."""
+"""``random`` keeps regions out of the prologue, because what they compute is not known."""

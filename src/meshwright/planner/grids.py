@@ -43,7 +43,7 @@ def promising_grids(model: Transformer, cluster: Cluster, global_batch: int, *, 
     layers, for the fraction of time in which the software overlaps communication."""
     if model.experts:
         return []
-    network, box = Network(cluster), cluster.levels[0].fan_out if cluster.levels else 1
+    network, box = Network(cluster), cluster.box_size
     limit, states = cluster.device.memory_bytes, STATE_BYTES * model.parameters
     candidates = [
         grid

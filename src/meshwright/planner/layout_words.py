@@ -20,14 +20,17 @@ def setup_of(text: str, model: Transformer, global_batch: int, devices: int, whe
     """The setup that the words of ``text`` describe. Without ``dp``, the other axes share all ``devices``.
 
     Raises:
-        LayoutError: a word is unknown, or the layout does not fit the model or the batch.
+        LayoutError: a word is unknown or given twice, or the layout does not fit the model or the batch.
     """
     fields: dict[str, Any] = {}
     for word in text.replace(",", " ").split():
         name, equals, value = word.partition("=")
         if not equals or name not in FIELDS:
-            hint = did_you_mean(name, FIELDS, f"words are {', '.join(FIELDS)}, as in tp=8,pp=2,zero=1")
+            words = f"words are {', '.join(FIELDS)}, as in tp=8,pp=2,zero=1"
+            hint = words if name in FIELDS else did_you_mean(name, FIELDS, words)
             raise LayoutError(f"{word!r} is not a word of a layout", where=where, remedy=hint)
+        if name in fields:
+            raise LayoutError(f"{name} is given twice", where=where, remedy="give it once")
         known: dict[str, Any] = {"true": True, "false": False}
         fields[name] = sizes_of(value) or (int(value) if value.isdecimal() else known.get(value, value))
     return setup_with(fields, model, global_batch, devices, where)
@@ -52,10 +55,15 @@ def setup_with(
         value = fields.get(name, default)
         if type(value) is not type(default):
             kind = {int: "a whole number", bool: "true or false"}.get(type(default), "a word")
-            raise LayoutError(f"{name}={value} is not {kind}", where=where, remedy=f"write it as in {name}={default}")
+            raise LayoutError(
+                f"{name}={value} is not {kind}", where=where, remedy=f"write it as in {name}={str(default).lower()}"
+            )
     inner = fields.get("tp", 1) * depth * fields.get("pp", 1) * fields.get("cp", 1)
     fields["dp"] = fields.get("dp", max(1, devices // max(1, inner))) * depth
-    return Setup(model=model, global_batch=global_batch, **fields)
+    try:
+        return Setup(model=model, global_batch=global_batch, **fields)
+    except LayoutError as error:
+        raise error.within(where) from None
 
 
 def layout_words(setup: Setup) -> str:

@@ -1,4 +1,4 @@
-"""Notes on opaque regions: their time, its share of the step, and what would be gained if they could be split."""
+"""Notes on opaque regions: their time, its share of the step, and the time that a split by samples would save."""
 
 from dataclasses import dataclass, field
 from math import prod

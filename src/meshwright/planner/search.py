@@ -311,7 +311,7 @@ def _setups(
     model: Transformer, cluster: Cluster, global_batch: int, precision: Precision, flash: bool, runs: _RunsOf
 ) -> Iterator[Setup]:  # fmt: skip
     devices = cluster.num_devices
-    box = cluster.levels[0].fan_out if cluster.levels else 1
+    box = cluster.box_size
     contexts = (1, 2, 4, 8) if model.sequence >= 16384 else (1,)
     for tp in divisors(math.gcd(math.gcd(box, model.heads), model.ffn)):
         for pp in divisors(devices // tp):
