@@ -1,5 +1,6 @@
 """The cost model: closed forms, monotonicity, and what the physics forbids."""
 
+import itertools
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ from meshwright.cost.kernels import Rates
 from meshwright.cost.layer import layer_pass
 from meshwright.cost.memory import estimate_memory, in_flight, layer_activation_bytes, stage_memory, verdict
 from meshwright.cost.setup import Setup
-from meshwright.cost.step import estimate_step, stage_parameters
+from meshwright.cost.step import KnownCosts, estimate_step, stage_parameters, step_pieces
 from meshwright.errors import ClusterError, LayoutError
 from meshwright.ir.software import Software
 
@@ -191,6 +192,33 @@ def test_the_parts_add_up() -> None:
     found = estimate_step(one, load_cluster(DGX, 64))
     parts = [getattr(found, key) for key in found.__struct_fields__ if key.endswith("_s") and key != "step_s"]
     assert sum(part for part in parts if part != found.model_flops_per_s) == pytest.approx(found.step_s)
+
+
+DENSE: list[dict[str, Any]] = [
+    {}, {"micro_batch": 2}, {"tp": 4}, {"dp": 16, "micro_batch": 4}, {"sequence_parallel": True}, {"zero": 1},
+    {"zero": 3, "pp": 1}, {"recompute": "full"}, {"recompute": "selective"}, {"precision": "fp8"},
+    {"precision": "fp32"}, {"flash": False}, {"compiled": True, "zero": 3, "pp": 1}, {"overlap": "all"}, {"cp": 2},
+    {"inner": "pp"}, {"schedule": "zb-v", "chunks": 2}, {"schedule": "zb-h1"},
+    {"tp": 4, "grid": (2, 2, 2)}, {"tp": 4, "grid": (1, 4, 2)}, {"tp": 4, "grid": (2, 2, 1)},
+]  # fmt: skip
+EXPERTS: list[dict[str, Any]] = [{"ep": ep, "inner": inner} for ep in (1, 2, 4) for inner in ("dp", "pp")]
+
+
+@pytest.mark.parametrize(("model", "changes"), [("gpt3-13b", DENSE), ("mixtral-8x7b", EXPERTS)])
+def test_kept_costs_change_no_number(model: str, changes: list[dict[str, Any]]) -> None:
+    """Estimates share costs with all earlier estimates, of every pair of changes, and equal estimates that do not."""
+    base: dict[str, Any] = {"model": load_model(model), "dp": 8, "tp": 2, "pp": 4, "global_batch": 64, "micro_batch": 1}
+    cluster = load_cluster("h100-dgx-ndr400x8", 512)
+    known, estimated = KnownCosts(cluster), 0
+    for one, other in itertools.product(changes, changes):
+        try:
+            made = Setup(**(base | one | other))
+        except LayoutError:
+            continue
+        assert estimate_step(made, cluster, known) == estimate_step(made, cluster)
+        assert step_pieces(made, cluster, known) == step_pieces(made, cluster)
+        estimated += 1
+    assert estimated > len(changes)
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 5)])

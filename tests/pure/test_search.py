@@ -18,6 +18,7 @@ from meshwright.ir.layout import Layout
 from meshwright.ir.pipeline import SCHEDULES
 from meshwright.planner.candidates import runs
 from meshwright.planner.codecs import GAIN
+from meshwright.planner.layout_words import layout_words, setup_of
 from meshwright.planner.remedy import single_changes, smallest_change
 from meshwright.planner.search import SEARCHED, search
 from meshwright.prediction import predict
@@ -61,6 +62,33 @@ def test_the_search_is_as_good_as_trying_everything() -> None:
                     if verdict(estimate_memory(setup, cluster), cluster) == "fits":
                         best = min(best, estimate_step(setup, cluster).step_s)
     assert found.options[0].estimate.step_s <= best
+
+
+def test_devices_without_bfloat16_are_planned_in_float16(capsys: pytest.CaptureFixture[str]) -> None:
+    """V100: the search, a prediction and the words of a layout take fp16, and bf16 is refused where it is asked for."""
+    name, model = "v100-dgx2h-edr100x8", load_model("gpt3-6b7")
+    cluster = load_cluster(name, 64)
+    found = search(model, cluster, global_batch=64)
+    assert found.options
+    assert {option.setup.precision for option in (*found.options, *found.front)} == {"fp16"}
+    assert any(option.setup.grid for option in search(model, cluster, global_batch=64, grids="only").options)
+    assert predict(model, cluster, devices=64, global_batch=64, tp=8).setup.precision == "fp16"
+    best = found.options[0].setup
+    assert "precision=fp16" in layout_words(best)
+    assert setup_of(layout_words(best), model, 64, 64, cluster.device) == best
+    assert setup_of("tp=8", model, 64, 64, cluster.device).precision == "fp16"
+    assert setup_of("tp=8", model, 64, 64, load_cluster(DGX, 64).device).precision == "bf16"
+    for asked in (
+        lambda: search(model, cluster, global_batch=64, precision="bf16"),
+        lambda: predict(model, cluster, devices=64, global_batch=64, precision="bf16"),
+        lambda: setup_of("tp=8,precision=bf16", model, 64, 64, cluster.device),
+    ):
+        with pytest.raises(LayoutError, match=r"precision 'bf16', which v100 does not compute in\n.*use fp16"):
+            asked()
+    arguments = ["gpt3-6b7", "--cluster", name, "--devices", "64", "--global-batch", "64", "--tp", "8"]
+    assert cli(["predict", *arguments, "--precision", "bf16"]) == 2
+    assert "use fp16" in capsys.readouterr().err
+    assert cli(["plan", "gpt3-6b7", "--cluster", name, "--ranks", "64", "--batch", "64"]) == 0
 
 
 def test_where_nothing_fits_the_nearest_is_named() -> None:

@@ -249,9 +249,22 @@ def test_words_of_a_layout_are_read_as_they_were_written() -> None:
     found = EXPLORER.answer(QUESTION).result
     setups = [option.setup for option in (*found.options, *found.front)]
     assert any(setup.grid for setup in setups)
+    device = prediction.load_cluster(QUESTION.cluster, QUESTION.devices).device
     for setup in setups:
         words = prediction.layout_words(setup)
-        assert prediction.setup_of(words, setup.model, setup.global_batch, setup.world_size) == setup
+        assert prediction.setup_of(words, setup.model, setup.global_batch, setup.world_size, device) == setup
+
+
+def test_devices_without_bfloat16_are_answered_in_float16() -> None:
+    question = msgspec.structs.replace(QUESTION, model="llama2-7b", cluster="v100-dgx2h-edr100x8", devices=32)
+    for layout in ("", "tp=8", "tp=8,precision=fp16"):
+        asked = msgspec.structs.replace(question, layout=layout)
+        answer = EXPLORER.answer(asked)
+        assert answer.chosen.setup.precision == "fp16"
+        assert ("precision", "fp16") in [row[:2] for row in answer.report.layout]
+        assert "--precision fp16" in commands(asked, answer.chosen)[2][1]
+    with pytest.raises(LayoutError, match="precision 'bf16', which v100 does not compute in"):
+        EXPLORER.answer(msgspec.structs.replace(question, layout="tp=8,precision=bf16"))
 
 
 def test_the_exported_commands_make_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,7 +50,11 @@ def predict(
     zero: int = typer.Option(
         0, min=0, max=3, help="ZeRO: dp shards optimizer state (1), also gradients (2), also parameters (3)."
     ),
-    precision: str = typer.Option("bf16", help="Precision of matrix products: fp32, tf32, bf16, fp16, fp8."),
+    precision: str = typer.Option(
+        "",
+        help="Precision of matrix products: fp32, tf32, bf16, fp16, fp8; default: bf16, or fp16 on devices without "
+        "bfloat16.",
+    ),
     flash: bool = typer.Option(True, help="Compute attention in one fused kernel."),
     compiled: bool = typer.Option(False, help="With --zero 3: torch.compile fuses the model's own operations."),
     overlap: str = typer.Option(
@@ -79,9 +83,9 @@ def predict(
         "tp": sizes_of(tp) or int(tp), "pp": pp, "cp": cp, "ep": ep, "global_batch": global_batch,
         "micro_batch": micro_batch,
         "schedule": schedule, "chunks": chunks, "recompute": recompute, "sequence_parallel": sequence_parallel,
-        "zero": zero, "precision": precision, "flash": flash, "compiled": compiled, "overlap": overlap, "inner": inner,
+        "zero": zero, "flash": flash, "compiled": compiled, "overlap": overlap, "inner": inner,
         "codec": codec,
-    } | ({"dp": dp} if dp else {})  # fmt: skip
+    } | ({"dp": dp} if dp else {}) | ({"precision": precision} if precision else {})  # fmt: skip
     predicted = prediction.predict(
         model, cluster, devices=devices or None, sequence=sequence, memory_bytes=memory or None,
         software=software or None, **layout,

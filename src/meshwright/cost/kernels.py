@@ -92,7 +92,7 @@ class Rates:
                 return self.kernels.kernel_s + num_bytes / self._streamed
             fraction = device.efficiency_at(kind, num_bytes)
             return self.kernels.kernel_s + num_bytes / (device.memory_bandwidth_bytes_per_s * fraction)
-        peak = self._peak(kind, dtype)
+        peak = self.peak(kind, dtype)
         if measured:
             arithmetic_s = flops / (peak * device.efficiency_at(kind, flops))
             memory_s = num_bytes / device.memory_bandwidth_bytes_per_s
@@ -150,7 +150,7 @@ class Rates:
         seconds = self.seconds(kind, "", 0.0, num_bytes) + (kernels - 1) * self.kernel_s
         return Cost(seconds, 0.0, round(num_bytes), kernels)
 
-    def _peak(self, kind: str, dtype: str) -> float:
+    def peak(self, kind: str, dtype: str) -> float:
         """Peak FLOP/s. Convolutions of float32 use the tensor cores (torch.backends.cudnn.allow_tf32), products of
         float32 do not; integers and complex numbers are multiplied at float32's rate."""
         convolves = dtype == "float32" and kind.startswith("convolution")

@@ -1,5 +1,7 @@
 """Memory: the bytes that one rank of each stage holds at its peak, part by part, and whether they fit the device."""
 
+from typing import NamedTuple
+
 import msgspec
 
 from meshwright.cost.coded import coded_item_bytes
@@ -61,12 +63,35 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
 def estimate_memory(setup: Setup, cluster: Cluster) -> Memory:
     """The memory of the rank with the highest peak."""
-    ends = sorted({0, setup.pp - 1, max(range(setup.pp), key=setup.stage_layers.__getitem__)})
-    return max((stage_memory(setup, stage, cluster) for stage in ends), key=lambda memory: memory.peak_bytes)
+    layers, layer = setup.stage_layers, _LayerMemory.of(setup, cluster.software)
+    ends = sorted({0, setup.pp - 1, max(range(setup.pp), key=layers.__getitem__)})
+    memories = [_stage_memory(setup, stage, cluster, layer) for stage in ends]
+    return max(memories, key=lambda memory: memory.peak_bytes)
 
 
 def stage_memory(setup: Setup, stage: int, cluster: Cluster) -> Memory:
     """The memory of a rank of pipeline stage ``stage`` at its peak."""
+    return _stage_memory(setup, stage, cluster, _LayerMemory.of(setup, cluster.software))
+
+
+class _LayerMemory(NamedTuple):
+    """The parts of the memory that are the same on all stages, in bytes: what a layer saves, what recomputing a layer
+    adds, the gradients of its widest activations, and the logits of a loss."""
+
+    saved: float
+    recomputed: float
+    gradients: float
+    loss: float
+
+    @classmethod
+    def of(cls, setup: Setup, software: Software) -> "_LayerMemory":
+        saved = layer_activation_bytes(setup, software)
+        working = _layer_bytes(setup, software, setup.recompute == "full") if setup.recompute != "none" else 0.0
+        loss = setup.tokens * setup.model.vocabulary / setup.tp * logit_bytes(setup, software)
+        return cls(saved, max(0.0, working - saved), _gradient_workspace_bytes(setup, software), loss)
+
+
+def _stage_memory(setup: Setup, stage: int, cluster: Cluster, layer: _LayerMemory) -> Memory:
     data, software = setup.dp * setup.cp, cluster.software
     parameters, element = stage_parameters(setup, stage), setup.element_bytes
     mixed = element == 2
@@ -76,7 +101,6 @@ def stage_memory(setup: Setup, stage: int, cluster: Cluster) -> Memory:
     gradient = gradient if software.gradient_bytes is None else software.gradient_bytes
     states = 12.0 if mixed else 8.0  # Adam's two moments, and with 16-bit parameters their float32 copy
     layers = setup.stage_layers[stage]
-    saved = layer_activation_bytes(setup, software)
     if setup.resharded or setup.depth > 1:
         # The shards belong to the float32 copy; two layers are gathered at a time.
         parameters_bytes, gathered = 0.0, 2 * parameters / layers * element
@@ -84,13 +108,8 @@ def stage_memory(setup: Setup, stage: int, cluster: Cluster) -> Memory:
         parameters_bytes, gathered = parameters * element, 0.0
     # A pipeline accumulates whole gradients over its micro-batches, and reduces them to shards once.
     shards = data if setup.zero >= 2 and setup.pp == 1 else setup.depth
-    working = _layer_bytes(setup, software, setup.recompute == "full") if setup.recompute != "none" else 0.0
-    workspace = gathered + max(0.0, working - saved) + _gradient_workspace_bytes(setup, software)
-    loss = (
-        setup.tokens * setup.model.vocabulary / setup.tp * logit_bytes(setup, software)
-        if stage == setup.pipeline.last_rank
-        else 0.0
-    )
+    workspace = gathered + layer.recomputed + layer.gradients
+    loss = layer.loss if stage == setup.pipeline.last_rank else 0.0
     # The loss comes before the first layer's backward, so the two workspaces are not needed at the same time.
     in_loss, backward = loss > workspace, "the first backward with all micro-batches in flight"
     outside = float(cluster.device.kind != "cpu")
@@ -102,7 +121,7 @@ def stage_memory(setup: Setup, stage: int, cluster: Cluster) -> Memory:
         parameters_bytes=parameters_bytes,
         gradients_bytes=parameters * gradient / shards,
         optimizer_bytes=parameters * states / (data if setup.zero else setup.depth),
-        activations_bytes=layers * saved * in_flight(setup, stage),
+        activations_bytes=layers * layer.saved * in_flight(setup, stage),
         ends_bytes=_ends_bytes(setup, stage) + (loss if in_loss else 0.0),
         workspace_bytes=0.0 if in_loss else workspace,
         buffers_bytes=min(software.bucket_bytes, parameters * gradient) if data > 1 else 0.0,
@@ -133,17 +152,22 @@ def in_flight(setup: Setup, stage: int) -> float:
     """The number of micro-batches whose activations a rank holds at once. A chunk, of v chunks per rank, counts as 1/v
     of a micro-batch."""
     rest, chunks = setup.pp - stage, setup.chunks
-    held: dict[str, float] = {
-        "gpipe": setup.microbatches,
-        "1f1b": rest,
-        "interleaved": (2 * (rest - 1) + (chunks - 1) * setup.pp + 1) / chunks,
-        "zb-h1": setup.pp,  # every rank keeps the activations that its delayed parameter gradients still need
-        "zb-h2": 2 * setup.pp - 1,
-        "zb-v": setup.pp,
-        "dualpipe-v": setup.pp + 0.5,
-        "message-driven": most_in_flight(setup.pp) if rest > 1 else 1,
-    }
-    return min(float(setup.microbatches), held[setup.schedule])
+    match setup.schedule:
+        case "gpipe":
+            held: float = setup.microbatches
+        case "1f1b":
+            held = rest
+        case "interleaved":
+            held = (2 * (rest - 1) + (chunks - 1) * setup.pp + 1) / chunks
+        case "zb-h1" | "zb-v":  # every rank keeps the activations that its delayed parameter gradients still need
+            held = setup.pp
+        case "zb-h2":
+            held = 2 * setup.pp - 1
+        case "dualpipe-v":
+            held = setup.pp + 0.5
+        case _:  # message-driven
+            held = most_in_flight(setup.pp) if rest > 1 else 1
+    return min(float(setup.microbatches), held)
 
 
 def layer_activation_bytes(setup: Setup, software: Software) -> float:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Literal, get_args
 
 import msgspec
@@ -9,6 +10,7 @@ import msgspec
 from meshwright.cost.kernels import element_bytes
 from meshwright.errors import LayoutError, Problem, refuse
 from meshwright.ir.codec import codec_of
+from meshwright.ir.device import Device
 from meshwright.ir.files import did_you_mean
 from meshwright.ir.layout import Recompute
 from meshwright.ir.pipeline import CHUNKED, V_SHAPED, Pipeline, ScheduleName
@@ -81,8 +83,8 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
                 yield key, f"{key}={getattr(self, key)}", "give 1 or more"
         if not 0 <= self.zero <= 3:
             yield "zero", f"zero={self.zero}", "give 0, 1, 2 or 3"
-        for key, kind in SPELLED:
-            value, known = getattr(self, key), get_args(kind)
+        for key, known in SPELLED:
+            value = getattr(self, key)
             if value not in known:
                 remedy = did_you_mean(str(value), known, f"one of {', '.join(known)}")
                 yield key, f"unknown {key} {value!r}", remedy
@@ -228,9 +230,7 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     def stage_layers(self) -> tuple[int, ...]:
         """The number of layers of each pipeline rank. If the numbers cannot be equal, ranks in the middle have one
         layer more, because the first and the last rank also hold embedding and head."""
-        base, extra = divmod(self.model.layers, self.pp)
-        first = (self.pp - extra) // 2
-        return tuple(base + (first <= stage < first + extra) for stage in range(self.pp))
+        return _stage_layers(self.model.layers, self.pp)
 
     @property
     def dtype(self) -> str:
@@ -249,8 +249,32 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return math.ceil(heads / self.output_ranks) * self.model.head_width
 
 
-SPELLED = (
-    ("schedule", ScheduleName), ("recompute", Recompute), ("precision", Precision), ("overlap", Overlap),
-    ("inner", Inner),
+def precision_on(device: Device, asked: Precision | None = None) -> Precision:
+    """The precision of matrix products on a device: ``asked``, or else bf16. GPUs that have float16 but no bfloat16,
+    such as the V100, take fp16.
+
+    Raises:
+        LayoutError: bf16 is asked for, and the device has float16 but no bfloat16.
+    """
+    peaks = device.peak_flops_per_s
+    lacks = "float16" in peaks and "bfloat16" not in peaks
+    if asked == "bf16" and lacks:
+        problem = f"precision 'bf16', which {device.name} does not compute in"
+        raise LayoutError(problem, where="precision", remedy="use fp16, or leave the precision out")
+    return asked or ("fp16" if lacks else "bf16")
+
+
+@lru_cache(maxsize=1024)
+def _stage_layers(layers: int, num_ranks: int) -> tuple[int, ...]:
+    base, extra = divmod(layers, num_ranks)
+    first = (num_ranks - extra) // 2
+    return tuple(base + (first <= stage < first + extra) for stage in range(num_ranks))
+
+
+SPELLED = tuple(
+    (key, get_args(kind))
+    for key, kind in {
+        "schedule": ScheduleName, "recompute": Recompute, "precision": Precision, "overlap": Overlap, "inner": Inner,
+    }.items()
 )  # fmt: skip
-"""Fields that accept only a few words, each with the ``Literal`` that lists them."""
+"""Fields that accept only a few words, each with these words."""

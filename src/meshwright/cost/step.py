@@ -1,5 +1,8 @@
 """The seconds of a step in closed form, from the passes of a layer, the pipeline's schedule and the optimizer."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import msgspec
 
 from meshwright.cost.collective import Group, Network
@@ -34,20 +37,23 @@ class StepEstimate(msgspec.Struct, frozen=True, kw_only=True):
     """FLOP/s of all devices together. Only the model's own FLOPs count, without recomputation."""
 
 
-def estimate_step(setup: Setup, cluster: Cluster) -> StepEstimate:
-    """Estimate the step of ``setup`` on ``cluster``, which has (at least) ``setup.world_size`` devices.
+def estimate_step(setup: Setup, cluster: Cluster, known: "KnownCosts | None" = None) -> StepEstimate:
+    """Estimate the step of ``setup`` on ``cluster``, which has (at least) ``setup.world_size`` devices. ``known``:
+    costs on this cluster that are kept for the next estimate.
 
     Each of the m micro-batches passes every stage forward and backward, and the slowest stage sets the pace:
 
         step = m * slowest + bubble of the other stages / chunks + data-parallel communication + optimizer + other
     """
-    rates, network = Rates(cluster.device, cluster.software), Network(cluster)
-    stages = _stages(setup, rates, network)
+    known = known or KnownCosts(cluster)
+    rates, network = known.rates, known.network
+    stages = _stages(setup, known)
     send_s = _send_s(setup, network)
-    slowest = max(range(setup.pp), key=lambda stage: stages[stage].total_s)
+    slowest = _slowest(stages)
     pace = stages[slowest]
     both = pace.forward + pace.backward
-    others_s = sum(_bubble_s(setup, stage) for stage in stages) - _bubble_s(setup, pace)
+    bubbles = {id(stage): _bubble_s(setup, stage) for stage in {id(stage): stage for stage in stages}.values()}
+    others_s = sum(bubbles[id(stage)] for stage in stages) - bubbles[id(pace)]
     waits = 0 if setup.schedule == "zb-h2" else setup.pp - 1
     bubble_s = (others_s + waits * send_s) / setup.chunks
     sends_s = setup.microbatches * setup.chunks * send_s * _exposed(setup, rates.software)
@@ -104,13 +110,38 @@ class Pieces(msgspec.Struct, frozen=True):
     after_s: float
 
 
-def step_pieces(setup: Setup, cluster: Cluster) -> Pieces:
+class KnownCosts:
+    """The costs of kernels and collectives on one cluster, and the passes that setups have in common: of a layer, the
+    embedding and the head. A search passes one object to the estimates of all of its setups; their results are the same
+    as without it."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.rates, self.network = Rates(cluster.device, cluster.software), Network(cluster)
+        self._passes: dict[tuple[Any, ...], tuple[StageSeconds, StageSeconds, StageSeconds]] = {}
+
+    def passes(self, setup: Setup) -> tuple[StageSeconds, StageSeconds, StageSeconds]:
+        """One micro-batch in a layer, in the embedding and in the head."""
+        key = (
+            setup.model, setup.micro_batch, setup.tp, setup.cp, setup.ep, setup.grid, setup.sequence_parallel,
+            setup.microbatches > 1, setup.zero == 3, setup.recompute, setup.precision, setup.flash, setup.compiled,
+            setup.overlap, setup.data_stride if setup.ep > 1 else 0,
+        )  # fmt: skip
+        if key not in self._passes:
+            rates, network = self.rates, self.network
+            ends = (embedding_pass(setup, rates, network), head_pass(setup, rates, network))
+            embedding, head = (StageSeconds(_timed(each.forward, rates), _timed(each.backward, rates)) for each in ends)
+            self._passes[key] = _layer(setup, rates, network), embedding, head
+        return self._passes[key]
+
+
+def step_pieces(setup: Setup, cluster: Cluster, known: KnownCosts | None = None) -> Pieces:
     """The times that ``estimate_step`` adds up in closed form, for callers that need them separately."""
-    rates, network = Rates(cluster.device, cluster.software), Network(cluster)
-    stages = _stages(setup, rates, network)
-    slowest = max(range(setup.pp), key=lambda stage: stages[stage].total_s)
+    known = known or KnownCosts(cluster)
+    rates, network = known.rates, known.network
+    stages = _stages(setup, known)
+    slowest = _slowest(stages)
     after_s = sum(_after(setup, rates, network, slowest, stages[slowest])) + rates.software.step_s
-    chunked = _stages(setup, rates, network, setup.chunks) if setup.chunks > 1 else stages
+    chunked = _stages(setup, known, setup.chunks) if setup.chunks > 1 else stages
     return Pieces(tuple(chunked), _send_s(setup, network), after_s)
 
 
@@ -131,10 +162,10 @@ def stage_parameters(setup: Setup, stage: int) -> float:
     return (shared + experts * model.experts / setup.ep * model.expert_parameters) / setup.tp
 
 
-def _stages(setup: Setup, rates: Rates, network: Network, chunks: int = 1) -> list[StageSeconds]:
-    """The times of one micro-batch on each stage, with ``chunks`` stages per rank. Host and device times are combined
-    for each layer, not for the whole stage, because the device may limit the head while the host limits the layers. The
-    host cannot launch far ahead, because losses are read and stages wait."""
+def _layer(setup: Setup, rates: Rates, network: Network) -> StageSeconds:
+    """One micro-batch in a layer: the mean of the layers with experts and those without. Host and device times are
+    combined for each layer, not for the whole stage, because the device may limit the head while the host limits the
+    layers. The host cannot launch far ahead, because losses are read and stages wait."""
     model = setup.model
     share = model.expert_layers / model.layers
     layer = StageSeconds()
@@ -145,14 +176,25 @@ def _stages(setup: Setup, rates: Rates, network: Network, chunks: int = 1) -> li
             exposed = _exposed(setup, rates.software)
             both = StageSeconds(_timed(passes.forward, rates, exposed), _timed(back, rates, exposed))
             layer += both * (part * (1 + model.cross / model.layers / 2))  # cross-attention is about half a layer
-    places = setup.pipeline
-    each = setup.stage_layers
+    return layer
+
+
+def _stages(setup: Setup, known: KnownCosts, chunks: int = 1) -> list[StageSeconds]:
+    """The times of one micro-batch on each stage, with ``chunks`` stages per rank."""
+    layer, embedding, head = known.passes(setup)
+    places, each = setup.pipeline, setup.stage_layers
     passes_of = {count: layer * (count / chunks) for count in set(each)}
     stages = [passes_of[each[places.rank_of(stage)]] for stage in range(setup.pp * chunks)]
     last = places.last_rank if chunks == 1 else places.num_stages - 1
-    for stage, ends in ((0, embedding_pass(setup, rates, network)), (last, head_pass(setup, rates, network))):
-        stages[stage] += StageSeconds(_timed(ends.forward, rates), _timed(ends.backward, rates))
+    stages[0] += embedding
+    stages[last] += head
     return stages
+
+
+def _slowest(stages: Sequence[StageSeconds]) -> int:
+    """The first of the stages whose micro-batch takes longest."""
+    totals = {id(stage): stage.total_s for stage in {id(stage): stage for stage in stages}.values()}
+    return max(range(len(stages)), key=lambda stage: totals[id(stages[stage])])
 
 
 def _bubble_s(setup: Setup, stage: StageSeconds) -> float:

@@ -62,7 +62,7 @@ def _best(model: Transformer, machine: Cluster, global_batch: int) -> Setup:
 
 
 def _given(text: str, model: Transformer, machine: Cluster, global_batch: int) -> Setup:
-    setup = setup_of(text, model, global_batch, machine.num_devices)
+    setup = setup_of(text, model, global_batch, machine.num_devices, machine.device)
     if setup.grid:
         grid = "x".join(map(str, setup.grid))
         raise LayoutError(f"tp={grid} is a grid", where="--layout", remedy="give tp as one number")

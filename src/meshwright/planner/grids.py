@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from meshwright.cost.collective import Group, Network
 from meshwright.cost.grid import linear_parts
+from meshwright.cost.setup import DTYPES, Precision
+from meshwright.cost.step import KnownCosts
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.transformer import Transformer
 from meshwright.planner.candidates import divisors
@@ -35,7 +37,9 @@ class RankGrid(NamedTuple):
         return self.x, self.y, self.z
 
 
-def promising_grids(model: Transformer, cluster: Cluster, global_batch: int, *, every: bool) -> list[RankGrid]:
+def promising_grids(
+    model: Transformer, cluster: Cluster, global_batch: int, known: KnownCosts, precision: Precision, *, every: bool
+) -> list[RankGrid]:
     """The ``MOST_GRIDS`` grids over all devices of ``cluster`` whose layers wait least for communication. ``every``:
     include grids that a search also reaches in another form: tp in a box, with ZeRO over all or none of the dp ranks.
 
@@ -43,7 +47,7 @@ def promising_grids(model: Transformer, cluster: Cluster, global_batch: int, *, 
     layers, for the fraction of time in which the software overlaps communication."""
     if model.experts:
         return []
-    network, box = Network(cluster), cluster.box_size
+    box, peak = cluster.box_size, known.rates.peak("matmul", DTYPES[precision])
     limit, states = cluster.device.memory_bytes, STATE_BYTES * model.parameters
     candidates = [
         grid
@@ -51,7 +55,11 @@ def promising_grids(model: Transformer, cluster: Cluster, global_batch: int, *, 
         if states <= limit * grid.x * grid.y * grid.z
         and (every or grid.x > 1 or grid.y > box or grid.z not in (1, grid.z * grid.dp))
     ]
-    return sorted(candidates, key=lambda grid: waiting_s(model, cluster, network, grid, global_batch))[:MOST_GRIDS]
+
+    def key(grid: RankGrid) -> float:
+        return waiting_s(model, cluster, known.network, grid, global_batch, peak)
+
+    return sorted(candidates, key=key)[:MOST_GRIDS]
 
 
 def _grids(model: Transformer, devices: int, global_batch: int) -> Iterator[RankGrid]:
@@ -62,8 +70,11 @@ def _grids(model: Transformer, devices: int, global_batch: int) -> Iterator[Rank
                 yield from (RankGrid(x, y, z, data // z) for z in divisors(data) if x * y * z > 1)
 
 
-def waiting_s(model: Transformer, cluster: Cluster, network: Network, grid: RankGrid, global_batch: int) -> float:
-    """The seconds of a step in which a rank waits for the collectives of its products (``cost/grid.py``)."""
+def waiting_s(
+    model: Transformer, cluster: Cluster, network: Network, grid: RankGrid, global_batch: int, peak: float
+) -> float:
+    """The seconds of a step in which a rank waits for the collectives of its products (``cost/grid.py``). ``peak``: the
+    FLOP/s of a device in products."""
     x, y, z, dp = grid
     samples = global_batch // (z * dp)
     sequences = max(size for size in divisors(samples) if size <= SEQUENCES)
@@ -77,7 +88,7 @@ def waiting_s(model: Transformer, cluster: Cluster, network: Network, grid: Rank
     weights = ELEMENT_BYTES * model.parameters / model.layers
     depth, replicas = Group(z, x * y), Group(dp, x * y * z)
     depth_s = 3 * network.collective_s("all_gather", weights / (x * y), depth)
-    flops_per_s = cluster.num_devices * cluster.device.peak("bfloat16")
+    flops_per_s = cluster.num_devices * peak
     computed_s = model.step_flops(global_batch) / flops_per_s / model.layers / microbatches
     hidden = cluster.software.hidden
     exposed_s = max((1 - hidden) * depth_s, depth_s - hidden * computed_s)

@@ -5,9 +5,10 @@ from typing import Any
 
 import msgspec
 
-from meshwright.cost.setup import Setup
+from meshwright.cost.setup import Setup, precision_on
 from meshwright.errors import LayoutError
 from meshwright.ir.call_text import sizes_of
+from meshwright.ir.device import Device
 from meshwright.ir.files import did_you_mean
 from meshwright.ir.transformer import Transformer
 
@@ -16,11 +17,15 @@ FIELDS = tuple(name for name in Setup.__struct_fields__ if name not in ("model",
 _WHERE = "--layout"
 
 
-def setup_of(text: str, model: Transformer, global_batch: int, devices: int, where: str = _WHERE) -> Setup:
-    """The setup that the words of ``text`` describe. Without ``dp``, the other axes share all ``devices``.
+def setup_of(
+    text: str, model: Transformer, global_batch: int, devices: int, device: Device, where: str = _WHERE
+) -> Setup:
+    """The setup that the words of ``text`` describe. Without ``dp``, the other axes share all ``devices``; without
+    ``precision``, it is that of the ``device`` (``precision_on``).
 
     Raises:
-        LayoutError: a word is unknown or given twice, or the layout does not fit the model or the batch.
+        LayoutError: a word is unknown or given twice, the layout does not fit the model or the batch, or the device
+            does not compute in its precision.
     """
     fields: dict[str, Any] = {}
     for word in text.replace(",", " ").split():
@@ -33,7 +38,9 @@ def setup_of(text: str, model: Transformer, global_batch: int, devices: int, whe
             raise LayoutError(f"{name} is given twice", where=where, remedy="give it once")
         known: dict[str, Any] = {"true": True, "false": False}
         fields[name] = sizes_of(value) or (int(value) if value.isdecimal() else known.get(value, value))
-    return setup_with(fields, model, global_batch, devices, where)
+    setup = setup_with(fields, model, global_batch, devices, where)
+    precision = precision_on(device, fields.get("precision"))
+    return msgspec.structs.replace(setup, precision=precision)
 
 
 def setup_with(

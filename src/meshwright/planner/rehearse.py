@@ -5,7 +5,7 @@ from functools import lru_cache
 
 from meshwright.cost.memory import layer_activation_bytes, stage_memory
 from meshwright.cost.setup import Setup
-from meshwright.cost.step import Pieces, StageSeconds, step_pieces
+from meshwright.cost.step import KnownCosts, Pieces, StageSeconds, step_pieces
 from meshwright.errors import ScheduleError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.pipeline import CHUNKED, Pipeline
@@ -25,10 +25,11 @@ KEPT = 12_500
 few different schedules."""
 
 
-def rehearse(setup: Setup, cluster: Cluster) -> float | None:
+def rehearse(setup: Setup, cluster: Cluster, known: KnownCosts | None = None) -> float | None:
     """The seconds of a step of ``setup``: its pipeline, computed action by action, plus the reduction of gradients and
-    the optimizer after the pipeline. None if the schedule cannot be built, or has more than ``LONGEST`` actions."""
-    costed = _costed(setup, cluster)
+    the optimizer after the pipeline. None if the schedule cannot be built, or has more than ``LONGEST`` actions.
+    ``known``: costs on this cluster that are kept for other setups."""
+    costed = _costed(setup, cluster, known)
     if costed is None:
         return None
     schedule, order, pieces, seconds = costed
@@ -71,7 +72,7 @@ def rehearsed_trace(setup: Setup, cluster: Cluster) -> Trace | None:
 
 
 def _costed(
-    setup: Setup, cluster: Cluster
+    setup: Setup, cluster: Cluster, known: KnownCosts | None = None
 ) -> tuple[Schedule, Order, Pieces, Callable[[int, ActionKind], float]] | None:
     """The schedule with its order, the costs of its stages, and the seconds of an action by its stage and kind. None if
     the schedule cannot be rehearsed."""
@@ -84,7 +85,7 @@ def _costed(
         schedule, order = (_kept if actions <= KEPT else _built)(name, setup.pp, setup.microbatches, chunks)
     except ScheduleError:
         return None  # the schedule is not defined for this number of micro-batches; only the closed form remains
-    pieces = step_pieces(setup, cluster)
+    pieces = step_pieces(setup, cluster, known)
     costs = _costs(pieces.stages, pieces.send_s, setup.pipeline)
 
     def seconds(stage: int, kind: ActionKind) -> float:

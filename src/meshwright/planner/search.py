@@ -12,8 +12,8 @@ from meshwright.catalog import load_cluster
 from meshwright.catalog.models import load_model
 from meshwright.cost.memory import Memory, estimate_memory, verdict
 from meshwright.cost.occupancy import SURE, Occupancy, fit_chance
-from meshwright.cost.setup import Inner, Precision, Setup
-from meshwright.cost.step import StepEstimate, estimate_step
+from meshwright.cost.setup import Inner, Precision, Setup, precision_on
+from meshwright.cost.step import KnownCosts, StepEstimate, estimate_step
 from meshwright.cost.uncertainty import estimate_deviation
 from meshwright.errors import LayoutError
 from meshwright.ir.cluster import Cluster
@@ -174,7 +174,7 @@ def search(
     devices: int | None = None,
     global_batch: int = 512,
     sequence: int = 0,
-    precision: Precision = "bf16",
+    precision: Precision | None = None,
     flash: bool = True,
     memory_bytes: float | None = None,
     usd_per_hour: float | None = None,
@@ -187,34 +187,39 @@ def search(
 
     ``devices`` is the number of devices of a cluster that is given by name. ``sequence`` is the sequence length of a
     model that is given by name (0: the length in the catalog). ``usd_per_hour`` is the price of a device (default: the
-    price in the catalog). ``schedules`` are the pipeline schedules to consider. ``codec`` is the codec of gradients;
-    ``auto``: for each setup the fastest codec that fits, or none. ``grids``: whether to consider grids of
-    tensor-parallel ranks (``planner.grids``): ``also``, ``only``, or ``none``. ``recompute``: the only kind of
-    recomputation to consider, or ``any``.
+    price in the catalog). ``precision`` of matrix products: by default that of the device (``precision_on``).
+    ``schedules`` are the pipeline schedules to consider. ``codec`` is the codec of gradients; ``auto``: for each setup
+    the fastest codec that fits, or none. ``grids``: whether to consider grids of tensor-parallel ranks
+    (``planner.grids``): ``also``, ``only``, or ``none``. ``recompute``: the only kind of recomputation to consider, or
+    ``any``.
 
     Raises:
         PlanError: ``codec`` names no codec.
-        LayoutError: the model is unknown, or no layout divides the model, the batch and the devices.
+        LayoutError: the model is unknown, no layout divides the model, the batch and the devices, or the device does
+            not compute in ``precision``.
         ClusterError: the cluster is unknown, or cannot have that many devices.
     """
     model = load_model(model, sequence=sequence) if isinstance(model, str) else model
     cluster = load_cluster(cluster, devices) if isinstance(cluster, str) else cluster
+    precision = precision_on(cluster.device, precision)
     best: dict[tuple[int, ...], Option] = {}
     everything: list[Option] = []
     nearest: Option | None = None
-    considered = 0
+    considered, known = 0, KnownCosts(cluster)
     price = cluster.device.usd_per_hour if usd_per_hour is None else usd_per_hour
     whole = codec not in UNNAMED and codec_of(codec).needs_whole_sum
     runs = partial(_runs, schedules=schedules, recompute=recompute)
     every = _setups(model, cluster, global_batch, precision, flash, runs) if grids != "only" else iter(())
-    beside = () if grids == "none" else promising_grids(model, cluster, global_batch, every=grids == "only")
+    beside: Iterable[RankGrid] = ()
+    if grids != "none":
+        beside = promising_grids(model, cluster, global_batch, known, precision, every=grids == "only")
     base = Setup(model=model, precision=precision, flash=flash)
     on_grids = (run for grid in beside for run in _on_grid(base, grid, global_batch, runs))
     for plain in itertools.chain(every, on_grids):
         considered += 1
         if whole and plain.zero:
             continue
-        setup = with_codec(plain, codec, cluster)
+        setup = with_codec(plain, codec, cluster, known)
         memory = estimate_memory(setup, cluster)
         fits = verdict(memory, cluster, memory_bytes) != "does not fit"
         if not fits and setup.codec and codec in UNNAMED:
@@ -222,7 +227,7 @@ def search(
             fits = verdict(memory, cluster, memory_bytes) != "does not fit"
         if not fits and nearest is not None and memory.peak_bytes >= nearest.memory.peak_bytes:
             continue
-        option = _option(setup, memory, cluster, memory_bytes, price)
+        option = _option(setup, memory, cluster, memory_bytes, price, known)
         if not fits:
             nearest = option
             continue
@@ -238,10 +243,10 @@ def search(
             remedy="take another number of devices, or a batch that they divide",
         )
     screened = sorted(best.values(), key=_rank)
-    rehearsed = [_rehearsed(option, cluster) for option in screened[:REHEARSED]]
+    rehearsed = [_rehearsed(option, cluster, known) for option in screened[:REHEARSED]]
     options = (*sorted(rehearsed, key=_rank), *screened[REHEARSED:])
-    known = {id(before): after for before, after in zip(screened, rehearsed, strict=False)}
-    weighed = [known.get(id(option), option) for option in everything]
+    timed = {id(before): after for before, after in zip(screened, rehearsed, strict=False)}
+    weighed = [timed.get(id(option), option) for option in everything]
     return SearchResult(
         considered=considered, options=options, front=front(weighed), nearest=None if options else nearest
     )
@@ -253,7 +258,9 @@ def weigh(
     """The option of one setup, rehearsed action by action, as a search weighs its best setups. ``usd_per_hour``: the
     price of a device; default: the price in the catalog."""
     price = cluster.device.usd_per_hour if usd_per_hour is None else usd_per_hour
-    return _rehearsed(_option(setup, estimate_memory(setup, cluster), cluster, memory_bytes, price), cluster)
+    known = KnownCosts(cluster)
+    option = _option(setup, estimate_memory(setup, cluster), cluster, memory_bytes, price, known)
+    return _rehearsed(option, cluster, known)
 
 
 def front(options: Iterable[Option]) -> tuple[Option, ...]:
@@ -285,9 +292,11 @@ def _rank(option: Option) -> tuple[bool, float, float]:
     return preference(option.fit_chance, option.step_s)
 
 
-def _option(setup: Setup, memory: Memory, cluster: Cluster, memory_bytes: float | None, price: float | None) -> Option:
+def _option(
+    setup: Setup, memory: Memory, cluster: Cluster, memory_bytes: float | None, price: float | None, known: KnownCosts
+) -> Option:
     """The option of a setup. ``price``: US dollars per device and hour; None if unknown."""
-    estimate, spread = estimate_step(setup, cluster), cluster.software.spread
+    estimate, spread = estimate_step(setup, cluster, known), cluster.software.spread
     return Option(
         setup=setup,
         estimate=estimate,
@@ -299,8 +308,8 @@ def _option(setup: Setup, memory: Memory, cluster: Cluster, memory_bytes: float 
     )
 
 
-def _rehearsed(option: Option, cluster: Cluster) -> Option:
-    step_s = rehearse(option.setup, cluster)
+def _rehearsed(option: Option, cluster: Cluster, known: KnownCosts) -> Option:
+    step_s = rehearse(option.setup, cluster, known)
     if step_s is None:
         return option
     usd = None if option.usd is None else option.usd * step_s / option.estimate.step_s

@@ -10,7 +10,7 @@ from meshwright.cost.collective import Network
 from meshwright.cost.exchange import GradientExchange, data_group, gradient_exchange
 from meshwright.cost.memory import Memory, estimate_memory, verdict
 from meshwright.cost.occupancy import Occupancy, fit_chance
-from meshwright.cost.setup import Setup
+from meshwright.cost.setup import Setup, precision_on
 from meshwright.cost.step import StepEstimate, estimate_step, stage_parameters
 from meshwright.cost.uncertainty import memory_interval, step_interval
 from meshwright.errors import ClusterError, refuse
@@ -123,10 +123,11 @@ def predict(
 
     ``layout`` holds fields of ``cost.setup.Setup``. With the codec ``auto``, the fastest codec is taken, or none.
     ``tp`` may also be a grid ``(x, y, z)``, as in ``Layout``. If ``dp`` is not given, it is ``devices`` divided by the
-    sizes of the other axes.
+    sizes of the other axes. If ``precision`` is not given, it is bf16, or fp16 on devices without bfloat16.
 
     Raises:
-        LayoutError: the model is unknown, or the layout does not fit model, batch or devices.
+        LayoutError: the model is unknown, the layout does not fit model, batch or devices, or the device does not
+            compute in its precision.
         ClusterError: the cluster is unknown or too small.
     """
     if memory_bytes is not None:
@@ -148,6 +149,7 @@ def predict(
             where=f"cluster {machine.name}",
             remedy="take a smaller layout or a larger cluster",
         )
+    setup = msgspec.structs.replace(setup, precision=precision_on(machine.device, layout.get("precision")))
     setup = with_codec(setup, codec, machine)
     moved = max(stage_parameters(setup, stage) for stage in range(setup.pp)) * setup.element_bytes / setup.depth
     exchange = gradient_exchange(setup, Network(machine), moved) if data_group(setup).size > 1 else None

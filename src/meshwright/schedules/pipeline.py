@@ -179,14 +179,16 @@ def _in_v(rank: int, num_ranks: int, *runs: tuple[int, str]) -> list[Action]:
     ``I1`` and ``B1`` are the next backward of chunk 1, ``W1`` is the oldest pending W of chunk 1, and ``W`` is the
     oldest pending W of any chunk."""
     stages = Pipeline(num_ranks, "zb-v", 2).stages_of(rank)
+    words = {word for _, text in runs for word in text.split()}
+    read = {word: (ActionKind(word[0]), stages[int(word[1:])] if word[1:] else None) for word in words}
     done: Counter[tuple[bool, int]] = Counter()
     due: list[Action] = []
     actions = []
-    for word in [word for times, words in runs for word in words.split() * times]:
-        kind, stage = ActionKind(word[0]), stages[int(word[1:] or 0)]
-        if kind is ActionKind.W:
-            actions.append(next(action for action in due if len(word) == 1 or action.stage == stage))
-            due.remove(actions[-1])
+    for word in [word for times, text in runs for word in text.split() * times]:
+        kind, stage = read[word]
+        if stage is None or kind is ActionKind.W:
+            place = next(place for place, action in enumerate(due) if stage is None or action.stage == stage)
+            actions.append(due.pop(place))
             continue
         counted = (kind is ActionKind.F, stage)
         actions.append(Action(stage, kind, done[counted]))

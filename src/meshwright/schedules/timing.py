@@ -132,32 +132,70 @@ def order_of(schedule: Schedule, *, keep: bool = True) -> Order:
 
 
 def _ordered(schedule: Schedule) -> Order:
-    explicit = communicates(schedule)
-    actions: list[Action] = []
-    ranks: list[int] = []
+    ranks, slots, needs = _numbered(schedule)
+    width = schedule.num_microbatches + 1
+    order: list[tuple[int, int]] = []  # the rank of each action, and its position there
     awaits: list[tuple[int, ...]] = []
-    done, numbers = [0] * len(schedule.ranks), dict[Action, int]()
-    waiting: dict[Action, list[int]] = {}
-    ready = deque(range(len(schedule.ranks)))
+    done, numbers = [0] * len(ranks), [-1] * (len(slots) * width)
+    waiting: dict[int, list[int]] = {}
+    ready = deque(range(len(ranks)))
     while ready:
         rank = ready.popleft()
-        for action in schedule.ranks[rank].actions[done[rank] :]:
-            needed = awaited(action, schedule, explicit=explicit)
-            there = tuple(numbers[dependency] for dependency in needed if dependency in numbers)
-            if needed and not there:
-                for dependency in needed:
-                    waiting.setdefault(dependency, []).append(rank)
-                break
-            numbers[action] = len(actions)
-            actions.append(action)
-            ranks.append(rank)
+        codes, position = ranks[rank], done[rank]
+        while position < len(codes):
+            code = codes[position]
+            there: tuple[int, ...] = ()
+            if (needed := needs[code // width]) is not None:
+                there = tuple(number for offset in needed if (number := numbers[code + offset]) >= 0)
+                if not there:
+                    for offset in needed:
+                        waiting.setdefault(code + offset, []).append(rank)
+                    break
+            numbers[code] = len(order)
+            order.append((rank, position))
             awaits.append(there)
-            done[rank] += 1
-            ready.extend(waiting.pop(action, ()))
-    distinct = dict.fromkeys((action.stage, action.kind) for action in actions)
-    places = {key: place for place, key in enumerate(distinct)}
-    kinds = tuple(places[action.stage, action.kind] for action in actions)
-    return Order(tuple(actions), tuple(ranks), tuple(awaits), kinds, tuple(distinct))
+            position += 1
+            if code in waiting:
+                ready.extend(waiting.pop(code))
+        done[rank] = position
+    run_slots = [ranks[rank][position] // width for rank, position in order]
+    places = {slot: place for place, slot in enumerate(dict.fromkeys(run_slots))}
+    keys = tuple(slots)
+    return Order(
+        tuple(schedule.ranks[rank][position] for rank, position in order),
+        tuple(rank for rank, _ in order),
+        tuple(awaits),
+        tuple(places[slot] for slot in run_slots),
+        tuple(keys[slot] for slot in places),
+    )
+
+
+def _numbered(
+    schedule: Schedule,
+) -> tuple[list[list[int]], dict[tuple[int, ActionKind], int], list[tuple[int, ...] | None]]:
+    """The actions of each rank as numbers, which are faster to look up than actions.
+
+    Each stage and kind has a slot. The number of an action is slot * (micro-batches + 1) + its micro-batch + 1, where
+    an action of all micro-batches has 0 instead. The third result has, for each slot, what ``awaited`` says: the
+    differences between the numbers of the awaited actions and the action's own number, or None if it waits for none.
+    An awaited action that the schedule lacks has no number."""
+    width = schedule.num_microbatches + 1
+    slots: dict[tuple[int, ActionKind], int] = {}
+    ranks = [
+        [
+            slots.setdefault((action.stage, action.kind), len(slots)) * width
+            + (0 if action.microbatch is None else action.microbatch + 1)
+            for action in actions
+        ]
+        for actions in schedule.ranks
+    ]
+    explicit = communicates(schedule)
+    needs: list[tuple[int, ...] | None] = []
+    for (stage, kind), slot in slots.items():
+        needed = awaited(Action(stage, kind, 0 if kind.has_microbatch else None), schedule, explicit=explicit)
+        found = [slots.get((other.stage, other.kind)) for other in needed]
+        needs.append(tuple((there - slot) * width for there in found if there is not None) if needed else None)
+    return ranks, slots, needs
 
 
 def run(schedule: Schedule, costs: Costs | Callable[[Action], float]) -> tuple[Times, ...]:

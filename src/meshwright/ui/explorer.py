@@ -170,7 +170,9 @@ class Explorer:
 
     def _given(self, question: Question, cluster: Cluster) -> Option:
         model = prediction.load_model(question.model, sequence=question.seq)
-        setup = prediction.setup_of(question.layout, model, question.batch, question.devices, where="layout")
+        setup = prediction.setup_of(
+            question.layout, model, question.batch, question.devices, cluster.device, where="layout"
+        )
         if setup.world_size != question.devices:
             raise LayoutError(
                 f"{question.layout} has {setup.world_size} ranks, not {question.devices}", where="layout",
