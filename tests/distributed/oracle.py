@@ -30,6 +30,7 @@ from meshwright.models.losses import IGNORED
 from meshwright.optim import LAMB, LARC, LARS, OneBitAdam, ZeroOneAdam
 from meshwright.planner.explicit import Ask, adapt_plan, plan_layout
 from meshwright.runtime.trainer import Trainer
+from meshwright.torch_private import DisableTorchFunction
 
 TOLERANCE = 1e-9
 """|a - b| <= TOLERANCE * max(1, max|b|), in float64."""
@@ -400,13 +401,15 @@ def captured(key: object, subject: Subject, precision: Precision | None = None, 
     it. The captures of other ranks have no ``reads``, so that they notice no change of the model."""
     kept, batch = (key, precision), subject.batches[0]
 
-    def made() -> tuple[Graph, dict[str, Tensor]]:
+    def made() -> Graph:
         if kept not in _CAPTURES:
             _CAPTURES[kept] = capture(subject.model, subject.loss_fn, batch, precision=precision, rules=rules)
-        return _CAPTURES[kept].graph, _CAPTURES[kept].constants
+        return _CAPTURES[kept].graph
 
     if not all(from_every_rank(kept in _CAPTURES)):
-        graph, constants = from_rank_0(made)
+        graph = from_rank_0(made)
+        with DisableTorchFunction():  # ``WiderCasts`` would widen them
+            constants = from_rank_0(lambda: _CAPTURES[kept].constants)
         if kept not in _CAPTURES:
             _CAPTURES[kept] = Capture(graph, take_apart(batch).without_values(), constants, rules or {})
     return _CAPTURES[kept]
