@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Torch asks the resolver for the name of each peer; a resolver that loses a question would cost 5 s.
 os.environ.setdefault("RES_OPTIONS", "attempts:1 timeout:1")
+# Inductor would compile a program for each set of vector instructions of this CPU, to see whether it can use them.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # Else each of hundreds of programs that tests start would compile all modules of Meshwright, and each worker all tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

@@ -348,7 +348,7 @@ def run_step(
         mine: dict[str, Any] = {program.random_key: random_key}
         for node, name in names.items():
             mine[node] = cut(values[name], placed[name], mesh, ranks[index]).clone()
-        given, constants = [mine[name] for name in phase.inputs], capture.traced.constants
+        given, constants = [mine[name] for name in phase.inputs], capture.constants
         results = execute(phase.graph, given, _groups(mesh, ranks[index]), wires, constants)
         return {**mine, **dict(zip(phase.outputs, results, strict=True))}
 
@@ -361,7 +361,7 @@ def run_step(
         )  # fmt: skip
 
     scalars = {name: whole(node, (), {}) for name, node in first.scalars.items()}
-    gradients: dict[str, Tensor | None] = dict.fromkeys(capture.traced.differentiable)
+    gradients: dict[str, Tensor | None] = dict.fromkeys(one.parameter for one in capture.graph.gradients)
     for name, node in first.gradients.items():
         gradients[name] = whole(node, values[name].shape, placed[name])
     buffers = {name: values[name] for name in capture.graph.buffers}

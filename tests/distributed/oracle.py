@@ -16,8 +16,9 @@ from torch.overrides import TorchFunctionMode
 
 import meshwright as mw
 from meshwright.api.plans import Rules
+from meshwright.capture.batch import take_apart
 from meshwright.capture.builder import Capture, capture
-from meshwright.comm.groups import from_rank_0
+from meshwright.comm.groups import from_every_rank, from_rank_0
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.files import decode, encode_json
 from meshwright.ir.graph import Graph
@@ -29,6 +30,7 @@ from meshwright.models.losses import IGNORED
 from meshwright.optim import LAMB, LARC, LARS, OneBitAdam, ZeroOneAdam
 from meshwright.planner.explicit import Ask, adapt_plan, plan_layout
 from meshwright.runtime.trainer import Trainer
+from meshwright.torch_private import DisableTorchFunction
 
 TOLERANCE = 1e-9
 """|a - b| <= TOLERANCE * max(1, max|b|), in float64."""
@@ -346,10 +348,23 @@ def in_one_process(
 
 
 def reference(
-    subject: Subject, optimizer: Callable[[Any], torch.optim.Optimizer], max_grad_norm: float | None = None
+    subject: Subject,
+    optimizer: Callable[[Any], torch.optim.Optimizer],
+    max_grad_norm: float | None = None,
+    key: object = None,
 ) -> Run:
-    """Training in one process, for all ranks, which all call this: rank 0 alone runs it."""
-    return Run(**from_rank_0(lambda: vars(in_one_process(subject, optimizer, max_grad_norm))))
+    """Training in one process, for all ranks, which all call this: rank 0 alone runs it. Subjects with the same key,
+    which are equal, share a run."""
+    kept = key, optimizer, max_grad_norm
+
+    def run() -> dict[str, Any]:
+        if key is None:
+            return vars(in_one_process(subject, optimizer, max_grad_norm))
+        if kept not in _REFERENCES:
+            _REFERENCES[kept] = in_one_process(subject, optimizer, max_grad_norm)
+        return vars(_REFERENCES[kept])
+
+    return Run(**from_rank_0(run))
 
 
 def in_parallel(
@@ -376,16 +391,27 @@ def in_parallel(
     return run, trainer
 
 
+_REFERENCES: dict[object, Run] = {}
 _CAPTURES: dict[object, Capture] = {}
 _PLANS: dict[tuple[object, str], bytes] = {}
 
 
 def captured(key: object, subject: Subject, precision: Precision | None = None, rules: Rules | None = None) -> Capture:
-    """A capture of a subject's step; subjects with the same key share it in a process."""
-    kept = key, precision
-    if kept not in _CAPTURES:
-        given = subject.model, subject.loss_fn, subject.batches[0]
-        _CAPTURES[kept] = capture(*given, precision=precision, rules=rules)
+    """A capture of a subject's step, which all ranks ask for. Rank 0 makes it for all; subjects with the same key share
+    it. The captures of other ranks have no ``reads``, so that they notice no change of the model."""
+    kept, batch = (key, precision), subject.batches[0]
+
+    def made() -> Graph:
+        if kept not in _CAPTURES:
+            _CAPTURES[kept] = capture(subject.model, subject.loss_fn, batch, precision=precision, rules=rules)
+        return _CAPTURES[kept].graph
+
+    if not all(from_every_rank(kept in _CAPTURES)):
+        graph = from_rank_0(made)
+        with DisableTorchFunction():  # ``WiderCasts`` would widen them
+            constants = from_rank_0(lambda: _CAPTURES[kept].constants)
+        if kept not in _CAPTURES:
+            _CAPTURES[kept] = Capture(graph, take_apart(batch).without_values(), constants, rules or {})
     return _CAPTURES[kept]
 
 
@@ -418,12 +444,13 @@ def sharing_capture(key: object) -> Callable[..., mw.Trainer]:
 
 def compare(case: Case, *, widen_casts: bool = True) -> LargestErrors:
     """Run a case both ways on this rank. Cases of a model share its capture, but where casts are left as they are."""
-    parallelize = sharing_capture((case.model, case.labels)) if widen_casts else mw.parallelize
+    key = (case.model, case.labels) if widen_casts else None
+    parallelize = mw.parallelize if key is None else sharing_capture(key)
     with WiderCasts() if widen_casts else nullcontext():
         serial = subject_of(case)
         before = {name: value.clone() for name, value in serial.model.state_dict().items()}
         arguments = OPTIMIZERS[case.optimizer], CLIPPING[case.clipping]
-        expected = reference(serial, *arguments)
+        expected = reference(serial, *arguments, key=key)
         found, trainer = in_parallel(subject_of(case), LAYOUTS[case.layout], *arguments, parallelize=parallelize)
     return compared(before, expected, found, trainer)
 

@@ -60,7 +60,7 @@ def train(model: str, layout: mw.Layout, name: str, first: bool) -> tuple[oracle
     text, calls = from_rank_0(planned)
     before = {entry: value.clone() for entry, value in serial.model.state_dict().items()}
     optimizer = oracle.OPTIMIZERS["SGD"]
-    expected = oracle.reference(serial, optimizer)
+    expected = oracle.reference(serial, optimizer, key=key)
     plan = decode(text, mw.Plan, where="plan of rank 0")
     found, trainer = oracle.in_parallel(parallel, plan, optimizer, parallelize=oracle.sharing_capture(key))
     return oracle.compared(before, expected, found, trainer), calls

@@ -82,7 +82,7 @@ def train(model: str, name: str) -> tuple[float, int, int, int]:
     plan, kind = decode(from_rank_0(planned), mw.Plan, where="plan of rank 0"), RecordedKind()
     settings = oracle.OPTIMIZERS["AdamW"], oracle.MAX_GRAD_NORM
     found, trainer = oracle.in_parallel(parallel, plan, *settings, partial(oracle.sharing_capture(key), kind=kind))
-    serial = oracle.reference(subject(model), *settings)
+    serial = oracle.reference(subject(model), *settings, key=key)
     error = oracle.compared(before, serial, found, trainer).error if trainer.rank == 0 else 0.0
     return error, kind.made.captures, kind.made.pools, kind.made.replays
 

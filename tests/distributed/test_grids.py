@@ -70,12 +70,10 @@ def subject_of(name: str) -> Subject:
 
 def train(name: str, layout: Layout) -> oracle.LargestErrors:
     serial, parallel = subject_of(name), subject_of(name)
-    before = {key: value.clone() for key, value in serial.model.state_dict().items()}
-    optimizer = oracle.OPTIMIZERS["AdamW"]
-    expected = oracle.reference(serial, optimizer, oracle.MAX_GRAD_NORM)
-    found, trainer = oracle.in_parallel(
-        parallel, layout, optimizer, oracle.MAX_GRAD_NORM, oracle.sharing_capture(("grids", name))
-    )
+    before = {each: value.clone() for each, value in serial.model.state_dict().items()}
+    settings, key = (oracle.OPTIMIZERS["AdamW"], oracle.MAX_GRAD_NORM), ("grids", name)
+    expected = oracle.reference(serial, *settings, key=key)
+    found, trainer = oracle.in_parallel(parallel, layout, *settings, oracle.sharing_capture(key))
     return oracle.compared(before, expected, found, trainer)
 
 
@@ -190,7 +188,7 @@ def train_dense(layout: Layout) -> oracle.LargestErrors:
     serial, parallel = dense(), dense()
     before = {key: value.clone() for key, value in serial.model.state_dict().items()}
     optimizer = oracle.OPTIMIZERS["SGD"]
-    expected = oracle.reference(serial, optimizer)
+    expected = oracle.reference(serial, optimizer, key="dense")
     found, trainer = oracle.in_parallel(parallel, layout, optimizer, parallelize=oracle.sharing_capture("dense"))
     return oracle.compared(before, expected, found, trainer)
 

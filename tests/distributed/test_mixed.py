@@ -103,12 +103,10 @@ def train(name: str, layout: mw.Layout) -> oracle.LargestErrors:
     serial = (NETWORKS | LARGE)[name]()
     torch.manual_seed(3)
     parallel = (NETWORKS | LARGE)[name]()
-    before = {key: value.clone() for key, value in serial.model.state_dict().items()}
-    optimizer = oracle.OPTIMIZERS["SGD"]
-    expected = oracle.reference(serial, optimizer)
-    found, trainer = oracle.in_parallel(
-        parallel, layout, optimizer, parallelize=oracle.sharing_capture(("mixed", name))
-    )
+    before = {each: value.clone() for each, value in serial.model.state_dict().items()}
+    optimizer, key = oracle.OPTIMIZERS["SGD"], ("mixed", name)
+    expected = oracle.reference(serial, optimizer, key=key)
+    found, trainer = oracle.in_parallel(parallel, layout, optimizer, parallelize=oracle.sharing_capture(key))
     return oracle.compared(before, expected, found, trainer)
 
 

@@ -54,7 +54,7 @@ def train(schedule: str, pp: int, **more: int) -> float:
         found, trainer = oracle.in_parallel(parallel, plan, *settings, oracle.sharing_capture(key))
     assert dist.group.WORLD is not None
     assert all(isinstance(group, LawfulGroup) for group in member(dist.group.WORLD).directions or (None,))
-    serial = oracle.reference(subject(pp), *settings)
+    serial = oracle.reference(subject(pp), *settings, key=key)
     return oracle.compared(before, serial, found, trainer).error if trainer.rank == 0 else 0.0
 
 

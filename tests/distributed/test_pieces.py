@@ -222,7 +222,7 @@ def train(layout: mw.Layout, algorithm: str) -> tuple[oracle.LargestErrors, int]
 
     plan = decode(from_rank_0(planned), mw.Plan, where="plan of rank 0")
     optimizer = oracle.OPTIMIZERS["SGD"]
-    expected = oracle.reference(serial_run, optimizer, 0.1)
+    expected = oracle.reference(serial_run, optimizer, 0.1, key="pieces")
     found, trainer = oracle.in_parallel(subject, plan, optimizer, 0.1, oracle.sharing_capture("pieces"))
     if trainer.rank:
         return oracle.compared(before, expected, found, trainer), 0

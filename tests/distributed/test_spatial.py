@@ -101,15 +101,15 @@ def train(name: str, layout: mw.Layout) -> oracle.LargestErrors:
     torch.manual_seed(3)
     serial = MODELS[name]()
     torch.manual_seed(3)
-    return compared(serial, MODELS[name](), layout, oracle.sharing_capture(("spatial", name)))
+    return compared(serial, MODELS[name](), layout, ("spatial", name))
 
 
-def compared(
-    serial: Subject, parallel: Subject, layout: mw.Layout, parallelize: Callable[..., mw.Trainer] = mw.parallelize
-) -> oracle.LargestErrors:
-    before = {key: value.clone() for key, value in serial.model.state_dict().items()}
+def compared(serial: Subject, parallel: Subject, layout: mw.Layout, key: object = None) -> oracle.LargestErrors:
+    """Subjects with the same key are equal."""
+    before = {name: value.clone() for name, value in serial.model.state_dict().items()}
     optimizer = oracle.OPTIMIZERS["SGD"]
-    expected = oracle.reference(serial, optimizer)
+    expected = oracle.reference(serial, optimizer, key=key)
+    parallelize = mw.parallelize if key is None else oracle.sharing_capture(key)
     found, trainer = oracle.in_parallel(parallel, layout, optimizer, parallelize=parallelize)
     return oracle.compared(before, expected, found, trainer)
 
@@ -133,7 +133,7 @@ def train_own_rows_first(name: str, layout: mw.Layout) -> oracle.LargestErrors:
     plan = msgspec.structs.replace(mw.plan(graph, layout=layout), interiors=every)
     before = {key: value.clone() for key, value in serial.model.state_dict().items()}
     optimizer = oracle.OPTIMIZERS["SGD"]
-    expected = oracle.reference(serial, optimizer)
+    expected = oracle.reference(serial, optimizer, key=share)
     found, trainer = oracle.in_parallel(parallel, plan, optimizer, parallelize=oracle.sharing_capture(share))
     targets = [node.target for node in trainer._last.stages[0].functions["prologue"].graph.nodes]
     assert collectives.ADD_ROWS in targets

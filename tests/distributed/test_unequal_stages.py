@@ -81,11 +81,10 @@ def train(name: str, layout: mw.Layout) -> LargestErrors:
     """The comparison with one process."""
     with oracle.WiderCasts():
         serial, parallel = subject_of(name), subject_of(name)
-        before = {key: value.clone() for key, value in serial.model.state_dict().items()}
-        optimizer = oracle.OPTIMIZERS["AdamW"]
-        expected = oracle.reference(serial, optimizer, oracle.MAX_GRAD_NORM)
-        share = oracle.sharing_capture(("unequal", name))
-        found, trainer = oracle.in_parallel(parallel, layout, optimizer, oracle.MAX_GRAD_NORM, parallelize=share)
+        before = {each: value.clone() for each, value in serial.model.state_dict().items()}
+        settings, key = (oracle.OPTIMIZERS["AdamW"], oracle.MAX_GRAD_NORM), ("unequal", name)
+        expected = oracle.reference(serial, *settings, key=key)
+        found, trainer = oracle.in_parallel(parallel, layout, *settings, oracle.sharing_capture(key))
     return oracle.compared(before, expected, found, trainer)
 
 

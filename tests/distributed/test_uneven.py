@@ -130,12 +130,11 @@ def train(name: str, batch: int, layout: mw.Layout) -> tuple[oracle.LargestError
         torch.manual_seed(3)
         subjects.append(MODELS[name](batch))
     serial, parallel = subjects
-    before = {key: value.clone() for key, value in serial.model.state_dict().items()}
-    optimizer = oracle.OPTIMIZERS["AdamW"]
+    before = {each: value.clone() for each, value in serial.model.state_dict().items()}
+    settings, key = (oracle.OPTIMIZERS["AdamW"], oracle.MAX_GRAD_NORM), ("uneven", name, batch)
     with oracle.WiderCasts():
-        expected = oracle.reference(serial, optimizer, oracle.MAX_GRAD_NORM)
-        share = oracle.sharing_capture(("uneven", name, batch))
-        found, trainer = oracle.in_parallel(parallel, layout, optimizer, oracle.MAX_GRAD_NORM, parallelize=share)
+        expected = oracle.reference(serial, *settings, key=key)
+        found, trainer = oracle.in_parallel(parallel, layout, *settings, oracle.sharing_capture(key))
     return oracle.compared(before, expected, found, trainer), cuts(trainer)
 
 

@@ -224,6 +224,24 @@ def test_what_is_found_on_the_meta_device_is_what_pytorch_finds_with_fake_tensor
                 assert shared(one, args) == shared(other, args), (form, dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", [*FORMS, "two dims"])
+def test_a_normalization_by_given_statistics_is_not_run_as_many_operators(
+    ran: Ran, form: str, dtype: torch.dtype
+) -> None:
+    source = image(4, 6, dtype=dtype) if form == "two dims" else FORMS[form](dtype)
+    for tail, kind in itertools.product(((0.1, 1e-5), (0.0, 0.0)), {dtype, torch.float32}):
+        vectors = [torch.empty(source.shape[1], dtype=kind) for _ in range(4)]
+        for weight, bias in ((vectors[0], vectors[1]), (None, None)):
+            args = source, weight, bias, *vectors[2:], *tail
+            before = ran.count
+            made = outputs_of(aten._native_batch_norm_legit_no_training.default, args, {})
+            assert ran.count == before
+            wanted = aten._native_batch_norm_legit_no_training.default(*args)
+            assert [layout(one) for one in made] == [layout(one) for one in wanted]
+            assert shared(made[0], args) == shared(wanted[0], args)
+
+
 @pytest.mark.parametrize(
     "function", [aten._native_batch_norm_legit.default, aten._native_batch_norm_legit_functional.default], ids=str
 )

@@ -59,7 +59,7 @@ def plan_of(model: str, **options: Any) -> mw.Plan:
 
 def program_of(model: str, plan: mw.Plan, stage: int) -> LoweredStage:
     captured = subject_of(model)[1]
-    return lower_stage(PlannedGraph(captured.graph, plan), stage, {}, constants=captured.traced.constants)
+    return lower_stage(PlannedGraph(captured.graph, plan), stage, {}, constants=captured.constants)
 
 
 # --- a stage alone ---------------------------------------------------------------------------------------------------

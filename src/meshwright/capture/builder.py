@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from meshwright.capture import refusals
-from meshwright.capture.batch import take_apart
+from meshwright.capture.batch import Leaves, take_apart
 from meshwright.capture.calls import written
 from meshwright.capture.factors import Atom, BoundRule, Rendered, bind, dim_atoms, leaves, unify, unused
 from meshwright.capture.functionalize import functionalized, is_getitem
@@ -34,14 +34,16 @@ from meshwright.torch_private import DisableTorchFunction
 
 @dataclass
 class Capture:
-    """A captured graph and its traced step, which holds constants and the structure of the batch, but no data.
+    """A captured graph, and what a trainer needs beside it.
 
-    ``reads`` has the values that the step read from Python objects. ``moved`` maps the place of such a value, if the
-    step changed it, to the change in words.
+    ``leaves`` is the structure of the batch, without data. ``constants`` are the tensors that the step holds. ``reads``
+    has the values that the step read from Python objects. ``moved`` maps the place of such a value, if the step changed
+    it, to the change in words.
     """
 
     graph: ir.Graph
-    traced: Traced
+    leaves: Leaves
+    constants: dict[str, Tensor]
     rules: Mapping[Target, OperatorRule]
     training: bool = True
     reads: list[Read] = field(default_factory=list)
@@ -276,7 +278,7 @@ class _Builder:
                 )
             )
         graph = self._graph(tensors, tuple(result), classes)
-        return Capture(graph, self.traced, self.own, training)
+        return Capture(graph, self.traced.leaves, self.traced.constants, self.own, training)
 
     @staticmethod
     def _forward_lines(operations: list[_Operation]) -> dict[int, str]:

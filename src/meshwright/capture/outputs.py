@@ -71,9 +71,18 @@ def _statistics(source: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return source.new_empty(source.shape[1]), source.new_empty(source.shape[1])
 
 
-_WITHOUT_META: dict[Any, Callable[..., Any]] = {aten.batch_norm_update_stats.default: _statistics}
-"""Maps operators without a meta kernel to functions that make their results on the meta device. On fake tensors,
-PyTorch would run the operator's own kernel, on zeros of the full size."""
+def _normalized(source: Tensor, weight: Any, bias: Any, mean: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    output = (source - mean.reshape(-1, *[1] * (source.dim() - 2))).to(source.dtype)
+    return output, source.new_empty(0), source.new_empty(0)
+
+
+_WITHOUT_META: dict[Any, Callable[..., Any]] = {
+    aten.batch_norm_update_stats.default: _statistics,
+    aten._native_batch_norm_legit_no_training.default: _normalized,
+}
+"""Maps operators to functions that make their results on the meta device, because there they have no kernel or results
+of other shapes. On fake tensors, PyTorch would run the first operator's own kernel, on zeros of the full size, and the
+second one as two dozen operators."""
 
 
 class UnlikeError(Exception):

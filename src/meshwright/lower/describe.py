@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from math import prod
 from operator import getitem
 from typing import Any
@@ -180,7 +181,12 @@ def _copied_bytes(target: Any, value: Any, size: int) -> int:
 
 
 def _text(target: Any) -> str:
-    return str(target) if isinstance(target, OpOverload) else getattr(target, "__name__", type(target).__name__)
+    return _name(target) if isinstance(target, OpOverload) else getattr(target, "__name__", type(target).__name__)
+
+
+@cache
+def _name(target: OpOverload) -> str:
+    return str(target)
 
 
 def nodes_of(calls: fx.Graph, counter: Counter, axes: Mapping[str, int]) -> tuple[ir.Node, ...]:

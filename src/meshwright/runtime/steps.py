@@ -99,7 +99,7 @@ class Step:
         stage_groups = {axis: group for axis, group in groups.items() if axis != "pp"}
         self._plan, self._graph = plan, graph
         clock = Clock()
-        constants = {name: value.to(device) for name, value in captured.traced.constants.items()}
+        constants = {name: value.to(device) for name, value in captured.constants.items()}
         own = KERNELS if graphs is None else CAPTURED_KERNELS
         kernels = {**own, **(captured.opaque.kernels if captured.opaque is not None else {})}
         with disable_current_modes():  # lowering has fake tensors of its own

@@ -117,7 +117,7 @@ class Trainer(Stepwise):
         precision = captured.graph.precision
         adapts = self.losses.refused is not None and not self._codecs.has_state
         self.loss_scale = LossScale(precision, device, kind if adapts else None) if precision in LOW else None
-        self._callers, self._leaves = CallersTensors(self.parameters), captured.traced.leaves
+        self._callers, self._leaves = CallersTensors(self.parameters), captured.leaves
         self._split = BatchSplit(self._leaves, lowered.input_placements, self.groups)
         key = self._key(self._leaves, local=False, training=True)
         self._lowered: list[tuple[Hashable, Guard, Step]] = [(key, Guard(model, True, captured.reads), lowered)]

@@ -56,12 +56,12 @@ class InferenceModel:
         captured = capture(module, answer, {"inputs": list(example)}, training=False)
         chosen = plan(captured.graph, "cpu-local", devices=1, layout=Layout())
         lowered = lower_stage(
-            PlannedGraph(captured.graph, chosen), 0, {}, rules=captured.rules, constants=captured.traced.constants
+            PlannedGraph(captured.graph, chosen), 0, {}, rules=captured.rules, constants=captured.constants
         )
         self._mesh, self.graph = chosen.mesh, captured.graph
         (self.program,) = PlanLowering(captured.graph)(chosen)
         phase = lowered.functions[PROLOGUE]
-        graph, constants = phase.graph, captured.traced.constants
+        graph, constants = phase.graph, captured.constants
         (total,) = graph.output_node().all_input_nodes
         while total.target is not aten.sum.default:
             (total,) = total.all_input_nodes
