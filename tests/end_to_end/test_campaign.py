@@ -84,7 +84,7 @@ def test_a_wrong_loss_is_found(run: Path) -> None:
     ], "a bit is enough"
     assert not [*checks.wrong_losses(run, other, 1e-9)]
     rows = [row for row in path.read_text().splitlines(keepends=True) if '"loss"' in row and "held_out" not in row]
-    for wrong, gaps in ((rows[:3] + rows[4:], True), (rows[:4] + rows[3:], False), (rows[:-1], False)):
+    for wrong, gaps in ((rows[:3] + rows[4:], True), (rows[:4] + rows[3:], False), (rows[:-1], True)):
         path.write_text("".join(wrong))
         (problem,) = checks.wrong_losses(run, expected, 0.0)
         assert problem.category == "wrong"
