@@ -1,7 +1,7 @@
 """Find variants of a layout that does not fit in memory: with ZeRO, recomputation, other strategies, or offload. If a
 layout fits but its update is long, find its variant with ZeRO."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -150,11 +150,26 @@ class Lighter:
 
     def _bound_s(self, option: Option, zero: int) -> float:
         """A lower bound on the seconds of an option's variants with recomputation and a ZeRO stage."""
-        return lighter_bound_s(option, self.pipelines.prices.network) if zero else option.step_s
+        return lighter_bound_s(option, self.pipelines.prices.network, self._divided(option)) if zero else option.step_s
 
     def _saved_s(self, option: Option) -> float:
         """The largest number of seconds that a step can save if ranks divide the update of parameters over dp."""
-        return option.layout.chunks * max(_divided_s(stage, option.layout) for stage in option.work.stages)
+        pairs = zip(option.work.stages, self._divided(option), strict=True)
+        return option.layout.chunks * max(_divided_s(stage, divided) for stage, divided in pairs)
+
+    def _divided(self, option: Option) -> list[float]:
+        """For each stage, the fraction of its update that a rank saves if the ranks with equal parameters divide it.
+        All dp ranks have equal parameters, except experts, which are equal on dp / ep ranks only."""
+        layout, chain = option.layout, self.pipelines.chain
+        if layout.ep == 1:
+            return [1 - 1 / layout.dp] * len(option.work.stages)
+        plain = msgspec.structs.replace(layout, zero=0, recompute=self.pipelines.kinds[0])
+        facts, shares = self.pipelines.prices.of(plain).facts, []
+        for layers in chain.priced(chain.stages_of(option.firsts)):
+            trained = sum(facts[layer].trained_bytes for layer in layers)
+            experts = sum(facts[layer].experts_bytes for layer in layers) / trained if trained else 0.0
+            shares.append(1 - (1 - experts + experts * layout.ep) / layout.dp)
+        return shares
 
     def priced(self, sketch: Sketch) -> Option:
         """The fastest variant of a sketch that fits, with the least recomputation that fits. If none fits, the variant
@@ -214,20 +229,19 @@ class Lighter:
         return careful if self.fits(careful) else None
 
 
-def lighter_bound_s(option: Option, network: Network) -> float:
+def lighter_bound_s(option: Option, network: Network, divided: Sequence[float]) -> float:
     """A lower bound on the seconds of an option's variants with recomputation and ZeRO. ZeRO divides the update, but it
     sums gradients in other ways, which take time. No rank can save more than the rank with the longest update and
-    sums."""
+    sums. ``divided`` has, for each stage, the fraction of the update that a rank saves."""
     layout, saved = option.layout, 0.0
-    for stage in option.work.stages:
+    for stage, part in zip(option.work.stages, divided, strict=True):
         pieces = [*stage.pieces[ActionKind.REDUCE_GRAD.value], *stage.pieces[ActionKind.B.value]]
         sums = [*filter(is_reduction, pieces), *filter(is_sum, stage.after)]
         sums_s = pieces_s(sums, layout.mesh(), network)
-        saved = max(saved, layout.chunks * (_divided_s(stage, layout) + sums_s))
+        saved = max(saved, layout.chunks * (_divided_s(stage, part) + sums_s))
     return option.step_s - saved
 
 
-def _divided_s(stage: StageWork, layout: Layout) -> float:
-    """The seconds by which the update of a stage becomes shorter if the ranks with equal parameters divide it."""
-    update_s = sum(piece.seconds for piece in stage.after if isinstance(piece, Compute))
-    return update_s * (1 - layout.ep / layout.dp)
+def _divided_s(stage: StageWork, divided: float) -> float:
+    """The seconds by which the update of a stage becomes shorter if a rank saves the fraction ``divided`` of it."""
+    return divided * sum(piece.seconds for piece in stage.after if isinstance(piece, Compute))

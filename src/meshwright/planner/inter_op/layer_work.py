@@ -21,6 +21,7 @@ from meshwright.errors import LayoutError, MeshwrightError, PlanError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import ITEM_BYTES, Graph
 from meshwright.ir.layout import Float8Scaling, Layout
+from meshwright.ir.placement import is_split
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import Lower, Program
 from meshwright.ir.schedule import ActionKind
@@ -256,11 +257,14 @@ class LayerPrices:
         trained = {name for program in programs for name in program.gradients}
         facts = []
         for stage, program in enumerate(programs):
-            sizes = [parameter.bytes for parameter in program.parameters if parameter.name in trained]
+            sizes = {parameter.name: parameter.bytes for parameter in program.parameters if parameter.name in trained}
+            storage = plan.stages[stage].storage
+            experts = sum(size for name, size in sizes.items() if is_split(storage[name].get("ep")))
             held = stage_held(programs, plan, stage, self.cluster, self.optimizer)
             casts = costs.of(of_parameters(program))
             sent = (_whole_bytes(program, kind) for kind in (ActionKind.SEND_F, ActionKind.SEND_B))
-            facts.append(LayerFacts(held, sum(sizes), max(sizes, default=0), costs.piece("casts", casts), *sent))
+            largest = max(sizes.values(), default=0)
+            facts.append(LayerFacts(held, sum(sizes.values()), largest, experts, costs.piece("casts", casts), *sent))
         return LayerWorks(
             works=tuple(renamed(stage, gathers) for stage in work.stages),
             facts=tuple(facts),

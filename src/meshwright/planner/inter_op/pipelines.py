@@ -224,6 +224,15 @@ class Pipelines:
             name: getattr(first, name) + steps * (getattr(second, name) - getattr(first, name)) for name in fields
         })  # fmt: skip
 
+    def assembled(
+        self, layout: Layout, stages: Sequence[Sequence[int]], works: Sequence[LayerWorks]
+    ) -> StepWork:  # fmt: skip
+        """The work of a step whose stages have these layers. ``works`` has the layer works of each stage."""
+        return assemble(
+            works, self.chain.priced(stages), layout.pipeline, self.prices.optimizer,
+            accumulates=layout.microbatches > 1, known=self._joined, codecs=self.prices.codecs,
+        )  # fmt: skip
+
     def _check(self, layout: Layout) -> None:
         num_stages, most = layout.pp * layout.chunks, len(self.chain.layers)
         if num_stages > most:
@@ -346,10 +355,7 @@ class Pipelines:
     ) -> Option:
         kinds = tuple(kind for kind, _ in chosen)
         strongest = max(kinds, key=RECOMPUTE.index)
-        work = assemble(
-            [works for _, works in chosen], self.chain.priced(stages), layout.pipeline, self.prices.optimizer,
-            accumulates=layout.microbatches > 1, known=self._joined, codecs=self.prices.codecs,
-        )  # fmt: skip
+        work = self.assembled(layout, stages, [works for _, works in chosen])
         named = msgspec.structs.replace(layout, recompute=strongest)
         # Variants with equal work differ only in memory (see ``ideal``).
         same = msgspec.structs.replace(layout, zero=0, recompute="none", offload="none")

@@ -13,7 +13,6 @@ import msgspec
 
 from meshwright.cost.occupancy import peak_memory
 from meshwright.ir.cluster import Cluster
-from meshwright.planner.inter_op.assemble import assemble
 from meshwright.planner.inter_op.option import Option
 from meshwright.planner.inter_op.pipelines import Pipelines
 from meshwright.planner.inter_op.rounds import periods, simulated_s
@@ -52,10 +51,7 @@ class Recut:
     def estimated(self, stages: Sequence[range]) -> Option | None:
         """The option with these stages, with its time by the closed form; None if it does not fit in memory."""
         pipelines, layout = self.pipelines, self.option.layout
-        work = assemble(
-            self.works, pipelines.chain.priced(stages), layout.pipeline, pipelines.prices.optimizer,
-            accumulates=layout.microbatches > 1, codecs=pipelines.prices.codecs,
-        )  # fmt: skip
+        work = pipelines.assembled(layout, stages, self.works)
         memory = peak_memory(work, periods(layout)[0])
         if any(rank.peak_bytes > limit for rank, limit in zip(memory, self.limits, strict=True)):
             return None

@@ -21,7 +21,6 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.layout import RECOMPUTE, Layout, Recompute
 from meshwright.ir.schedule import ActionKind
 from meshwright.planner.candidates import divisors
-from meshwright.planner.inter_op.assemble import assemble
 from meshwright.planner.inter_op.option import Option
 from meshwright.planner.inter_op.pipelines import Pipelines
 from meshwright.planner.inter_op.rounds import simulated_s
@@ -164,11 +163,7 @@ class UnequalStages:
             layout = msgspec.structs.replace(layout, dp=sizes[0][0], tp=sizes[0][1])
         else:
             layout = msgspec.structs.replace(layout, stage_sizes=tuple({"dp": dp, "tp": tp} for dp, tp in sizes))
-        prices = self.pools[0].pipelines.prices
-        work = assemble(
-            [variant.works for variant in chosen], self.chain.priced(ranges), layout.pipeline, prices.optimizer,
-            accumulates=layout.microbatches > 1, codecs=prices.codecs,
-        )  # fmt: skip
+        work = self.pools[0].pipelines.assembled(layout, ranges, [variant.works for variant in chosen])
         if layout.stage_sizes:
             ends = [(of.works.facts[layers[0]], of.works.facts[layers[-1]])
                     for of, layers in zip(chosen, self.chain.priced(ranges), strict=True)]  # fmt: skip

@@ -40,14 +40,16 @@ class LayerFacts(NamedTuple):
     """Facts about a layer that a stage needs in addition to the layer's work.
 
     ``held`` has the bytes that the layer holds for the whole step, by kind. ``trained_bytes`` counts its trained
-    parameters, and ``largest_bytes`` the largest of them. ``casts`` is the part of the prologue that depends on the
-    layer's parameters: casts, and copies of gathered parameters. ``up_bytes`` and ``down_bytes`` are the bytes of the
-    whole tensors that the layer sends to the next and to the previous layer, for one micro-batch of all ranks.
+    parameters, ``largest_bytes`` the largest of them, and ``experts_bytes`` those that are divided over ep. ``casts``
+    is the part of the prologue that depends on the layer's parameters: casts, and copies of gathered parameters.
+    ``up_bytes`` and ``down_bytes`` are the bytes of the whole tensors that the layer sends to the next and to the
+    previous layer, for one micro-batch of all ranks.
     """
 
     held: HeldBytes
     trained_bytes: int
     largest_bytes: int
+    experts_bytes: int
     casts: Compute
     up_bytes: int = 0
     down_bytes: int = 0
