@@ -386,7 +386,7 @@ RESULTS = (
     "foundation", "pipelines", "zero", "models", "models-parity", "convolution", "convolution-parity", "collectives",
     "codecs", "consistency", "products", "message_driven", "convolution_algorithms", "data", "serving", "jobs",
     "faults", "campaign", "checkpoints", "conformance", "export", "planning", "uniform", "unlike", "prediction",
-    "memory", "large_batch", "lectures", "placements_truth", "backend",
+    "memory", "large_batch", "lectures", "placements_truth", "backend", "utilization",
 )  # fmt: skip
 """The results that docs/measured.md shows, and whose misses README lists."""
 HEADLINES = (
