@@ -145,6 +145,10 @@ def utilization(result: Result) -> Iterator[Line]:
         why = ""
         if found.fraction > high:
             why = "; PyTorch calls a tuned library for its products, in which such a step spends most of its time"
+        elif found.fraction < low and name == "matrix product":
+            why = (
+                "; a nominal peak counts all cores as whole ones, and those of a virtual machine may be threads of one"
+            )
         elif found.fraction < low:
             why = "; the operations between products are bound by memory, and small products by their start"
         yield Line(
