@@ -1,6 +1,8 @@
 """The seconds of a step in closed form, from the passes of a layer, the pipeline's schedule and the optimizer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -52,8 +54,8 @@ def estimate_step(setup: Setup, cluster: Cluster, known: "KnownCosts | None" = N
     slowest = _slowest(stages)
     pace = stages[slowest]
     both = pace.forward + pace.backward
-    bubbles = {id(stage): _bubble_s(setup, stage) for stage in {id(stage): stage for stage in stages}.values()}
-    others_s = sum(bubbles[id(stage)] for stage in stages) - bubbles[id(pace)]
+    bubbles = _for_each(stages, partial(_bubble_s, setup))
+    others_s = sum(bubbles) - bubbles[slowest]
     waits = 0 if setup.schedule == "zb-h2" else setup.pp - 1
     bubble_s = (others_s + waits * send_s) / setup.chunks
     sends_s = setup.microbatches * setup.chunks * send_s * _exposed(setup, rates.software)
@@ -193,8 +195,14 @@ def _stages(setup: Setup, known: KnownCosts, chunks: int = 1) -> list[StageSecon
 
 def _slowest(stages: Sequence[StageSeconds]) -> int:
     """The first of the stages whose micro-batch takes longest."""
-    totals = {id(stage): stage.total_s for stage in {id(stage): stage for stage in stages}.values()}
-    return max(range(len(stages)), key=lambda stage: totals[id(stages[stage])])
+    return max(range(len(stages)), key=_for_each(stages, attrgetter("total_s")).__getitem__)
+
+
+def _for_each(stages: Sequence[StageSeconds], seconds: Callable[[StageSeconds], float]) -> list[float]:
+    """``seconds`` of each stage. Stages with equal layers are one object, for which they are computed once."""
+    distinct = {id(stage): stage for stage in stages}
+    known = {key: seconds(stage) for key, stage in distinct.items()}
+    return [known[id(stage)] for stage in stages]
 
 
 def _bubble_s(setup: Setup, stage: StageSeconds) -> float:

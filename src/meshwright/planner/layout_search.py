@@ -48,8 +48,7 @@ from meshwright.planner.unlike_stages import UnlikeStages
 PLAYED = 6
 """The number of layouts that are compared by simulation. These are the layouts with the shortest estimates."""
 SHOWN = 8
-"""Largest number of slower layouts that a plan lists. A plan lists at most half as many layouts that need too much
-memory."""
+"""The most slower layouts that a plan lists. It lists at most half as many that need too much memory."""
 AHEAD = 16
 """The number of heap entries for which other processes may price layouts in advance."""
 EVERY_VARIATION = 24
