@@ -29,6 +29,7 @@ from meshwright.ir.run_data import TextData
 from meshwright.runtime import launch, manifest, worlds
 from meshwright.runtime.agree import told
 from meshwright.runtime.failures import Status
+from meshwright.runtime.launch_replicas import folder_of
 from meshwright.runtime.lock import TRAINER, locked
 from meshwright.runtime.loop import HeldOut, Loop, Progress, Silent, resumed_schedule
 from meshwright.runtime.memory_copies import MemoryCopies
@@ -117,8 +118,7 @@ def ranks_of_replica(run: Run) -> int:
 
 def directory_of(run: Run, replica: int) -> Path:
     """The directory of a run. Replicas other than the first have a folder in it."""
-    directory = Path(run.train.directory or "runs/run")
-    return directory / f"replica-{replica}" if replica > 0 else directory
+    return folder_of(Path(run.train.directory or "runs/run"), replica)
 
 
 def train(run: Run, progress: Progress | None = None, preemption: Preemption | None = None) -> Trained:

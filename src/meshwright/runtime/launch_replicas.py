@@ -25,6 +25,11 @@ RESTARTS = 3
 """The largest number of times that a replica is restarted after its death."""
 
 
+def folder_of(directory: Path, replica: int) -> Path:
+    """The folder of a replica in the directory of a run: the directory itself for the first replica."""
+    return directory / f"replica-{replica}" if replica > 0 else directory
+
+
 def run_replicas(
     function: Callable[..., T],
     *args: Any,
@@ -50,17 +55,15 @@ def run_replicas(
     errors: list[tuple[int, BaseException]] = []
     stopped = threading.Event()
 
-    def place_of(replica: int) -> Path:
-        return directory if replica == 0 else directory / f"replica-{replica}"
-
     def live(replica: int) -> None:
         meet = f"{launch.HOST}:{store.port}"
+        place = folder_of(directory, replica)
         environment = cores | {"MESHWRIGHT_REPLICA": f"{replica}", "MESHWRIGHT_MEET": meet}
         attempt = 0
         while True:
             try:
                 results[replica] = run_ranks(
-                    function, *args, num_ranks=num_ranks, directory=place_of(replica), environment=environment
+                    function, *args, num_ranks=num_ranks, directory=place, environment=environment
                 )
                 return
             except (FailedRankError, LostRankError) as error:
@@ -100,5 +103,6 @@ def run_replicas(
         raise errors[0][1] if errors else MeshwrightError("no replica was started", where="replicas")
     complete = min(results)
     if complete:
-        tell(f"replica 0 has not made its last step; the result is that of replica {complete}, in {place_of(complete)}")
+        folder = folder_of(directory, complete)
+        tell(f"replica 0 has not made its last step; the result is that of replica {complete}, in {folder}")
     return results[complete]
