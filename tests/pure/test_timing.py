@@ -1,4 +1,5 @@
-"""The order in which actions of a schedule can run: it equals that of a plain search, also where ranks are stuck."""
+"""The order in which the actions of a schedule run: a slow and simple search finds the same order, also if ranks
+wait for each other forever."""
 
 import random
 from collections import deque

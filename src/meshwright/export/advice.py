@@ -21,8 +21,10 @@ from meshwright.report.plan_difference import Difference, PlanDifference
 
 
 class Better(msgspec.Struct, frozen=True, kw_only=True):
-    """A faster layout than that of a configuration. ``verdict`` says whether it fits in the devices' memory,
-    ``changes`` are the settings that differ, and ``export`` is the layout as a configuration of the same trainer."""
+    """A layout that is faster than the layout of a configuration.
+
+    ``verdict`` says whether it fits in the devices' memory. ``changes`` are the settings that differ, and ``export`` is
+    the layout as a configuration of the same trainer."""
 
     setup: Setup
     prediction: Prediction

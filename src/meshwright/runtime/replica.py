@@ -281,8 +281,7 @@ class Replica:
                 self._store.set(_left(self.number), "")
 
     def others_have_left(self) -> bool:
-        """Whether all other replicas have made their last steps and left, so that nobody is there whom this replica
-        could join."""
+        """Whether all other replicas have made their last steps and left. Then this replica can join none of them."""
         return all(
             self._store.check([_left(other)]) for other in range(self.world.num_replicas) if other != self.number
         )
