@@ -97,7 +97,7 @@ def _live(
             mail.box = lambda: options["name"]
         store = dist.PrefixStore(prefix, dist.TCPStore(HOST, port, is_master=False))
         mailbox = ZmqMailbox(store, **options)
-        answer = ("", body(mailbox, *args))
+        answer = ("", body(mailbox, store))
         mailbox.leave()
     except BaseException:  # noqa: BLE001 - the test is told
         answer = (traceback.format_exc(), None)
@@ -627,7 +627,7 @@ def test_replicas_of_two_ranks_die_and_join_as_wholes(
 
 
 def live_in_a_box(
-    pipe: Connection, place: Place, index: int, name: str, names: list[str], body: Callable[..., Any], *args: Any
+    pipe: Connection, place: Place, index: int, name: str, names: list[str], body: Callable[..., Any]
 ) -> None:
     torch.set_num_threads(1)
     try:
@@ -635,29 +635,31 @@ def live_in_a_box(
         is_master = name == names[0]
         store = dist.TCPStore("10.77.0.1", 29500, is_master=is_master, wait_for_workers=False)
         mailbox = ZmqMailbox(store, name, names, host=f"10.77.0.{index + 1}", silence_s=1.0, wait_s=WAIT_S)
-        answer = ("", body(mailbox, *args))
+        answer = ("", body(mailbox, store))
     except BaseException:  # noqa: BLE001 - the test is told
         answer = (traceback.format_exc(), None)
     pipe.send_bytes(pickle.dumps(answer))
     pipe.poll(WAIT_S)  # the store must outlive the others
 
 
-def cut_the_link(mailbox: ZmqMailbox) -> list[View]:
+def cut_the_link(mailbox: ZmqMailbox, store: Any) -> list[View]:
     for name in mailbox.view.members:
         mailbox.send(name, "hello", (), (torch.ones(2**18),))
     came = letters(mailbox, 5)  # thanks: they have had theirs
     assert sum(int(tensor.sum()) for letter in came for tensor in letter.tensors) == 3 * 2**18
+    store.wait(["replica 1 knows", "replica 2 knows"])  # replies are sent by another thread
     os.system(f"ip link set {LINK} down")
     return views_until(mailbox, lambda view: len(view.members) == 1)
 
 
-def greet(mailbox: ZmqMailbox) -> dict[str, bool]:
+def greet(mailbox: ZmqMailbox, store: Any) -> dict[str, bool]:
     for name in mailbox.view.members:
         mailbox.send(name, "hello", (), (torch.ones(2**18),))
     assert sum(int(tensor.sum()) for letter in letters(mailbox, 3) for tensor in letter.tensors) == 3 * 2**18
     mailbox.send("replica 0", "thanks")
     for peer in mailbox._peers.values():  # all have replied
         mailbox._wait_for(peer, few=0)
+    store.set(f"{mailbox.name} knows", "")
     return {name: peer.opens for name, peer in mailbox._peers.items()}
 
 
@@ -695,7 +697,7 @@ def test_emulated_boxes_notice_a_cut_link() -> None:
     assert opens == [{"replica 0": False, "replica 2": True}, {"replica 0": False, "replica 1": True}]
 
 
-def send_slowly(mailbox: ZmqMailbox) -> int:
+def send_slowly(mailbox: ZmqMailbox, _: Any) -> int:
     (other,) = {"replica 0", "replica 1"} - {mailbox.name}
     for _ in range(2):
         mailbox.send(other, "large", (), (torch.ones(2**21),))

@@ -283,9 +283,14 @@ def call_something_else(kind: str, folder: Path | None = None) -> str:
     try:
         if dist.get_rank() == 1 and kind == "operation":
             collectives.WAIT(collectives.ALL_GATHER(torch.zeros(7), group, 2, "native"))
-        elif dist.get_rank() == 1 and kind == "order":
+        elif kind == "order" and dist.get_rank() == 1:
+            await_flag("rank 0 has begun")
             for label, num in (("third", 300_000), ("second", 2)):
                 reduce(group, "native", label, num)
+        elif kind == "order":
+            begun = collectives.ALL_REDUCE(torch.zeros(2), "sum", group, "native", label="second")
+            store_flag("rank 0 has begun")
+            collectives.WAIT(begun)
         elif dist.get_rank() == 1 and kind == "shape":
             reduce(group, "native", "second", 3)
         else:
