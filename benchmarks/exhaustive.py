@@ -24,10 +24,11 @@ from meshwright.cost.closed_form import predict_step
 from meshwright.cost.occupancy import peak_memory
 from meshwright.cost.optimizer import ADAMW
 from meshwright.errors import MeshwrightError
-from meshwright.ir.cluster import Cluster, Level
+from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import RECOMPUTE, ZERO_STAGES, Layout
 from meshwright.ir.layout_text import layout_text
+from meshwright.ir.level import Level
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import classification_loss
 from meshwright.planner.candidates import axes_of, runs, shapes, variations
