@@ -389,7 +389,7 @@ RESULTS = (
     "memory", "large_batch", "lectures", "placements_truth", "backend", "utilization",
     "ui",
 )  # fmt: skip
-"""The results that docs/measured.md shows, and whose misses README lists."""
+"""The results that docs/measured.md shows, and whose misses README counts."""
 HEADLINES = (
     ("GPT, one rank", "foundation", "world size 1, GPT-S"),
     ("GPT, data parallel", "foundation", "dp2, GPT-S"),
@@ -454,7 +454,7 @@ def counts(result: Result) -> str:
 
 
 def readme() -> str:
-    """README with its table of comparisons and its list of misses."""
+    """README with its table of comparisons, and the number of missed targets of each area."""
     before, start, rest = README.read_text().partition("<!-- measured: `python docs/generate.py` -->\n")
     _, end, after = rest.partition("<!-- end -->\n")
     found = results()
@@ -474,9 +474,13 @@ def readme() -> str:
     told = f"{verdicts['pass']} pass, {verdicts['fail']} fail, {verdicts['undecided']} are undecided, "
     told += f"{verdicts['reported']} are only reported"
     lines += ["", f"Of all {verdicts.total()} rows {told}: [docs/measured.md](docs/measured.md)."]
-    lines += ["", "## Missed targets", "", "| target | measured |", "|---|---|"]
-    lost = [one for result in found.values() for one in result.findings if one.verdict == "fail"]
-    lines += [f"| {plain(one.target)} | {plain(one.measured)} |" for one in lost]
+    lines += ["", "## Where it loses", "", "The areas with missed targets; each link leads to their rows.", ""]
+    lines += ["| area | rows | missed | undecided |", "|---|---:|---:|---:|"]
+    for name, result in found.items():
+        area = Counter(one.verdict for one in result.findings)
+        if area["fail"]:
+            link = f"[{name.replace('_', ' ')}](docs/measured.md#{name})"
+            lines.append(f"| {link} | {area.total()} | {area['fail']} | {area['undecided']} |")
     return f"{before}{start}" + "\n".join(lines) + f"\n\n{end}{after}"
 
 
