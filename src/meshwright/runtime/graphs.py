@@ -124,10 +124,15 @@ class StageGraphs:
         self._slots: list[_Slot] = []
         self._addresses: dict[str, int] = {}
 
+    @property
+    def captured(self) -> bool:
+        """Whether the phases are launched as graphs."""
+        return bool(self._slots)
+
     def holds(self, value_name: str, done: str) -> bool:
         """Whether the slot of a micro-batch has all that phases after ``done`` read of a value: it is not copied there
         later."""
-        if not self._slots:
+        if not self.captured:
             return False
         later = CAPTURED[CAPTURED.index(done) + 1 :]
         return not any(value_name in self._slots[0].taken.get(name, ()) for name in later)
