@@ -28,51 +28,63 @@ class GraphBytes(NamedTuple):
 def graph_bytes(program: Program, memory: StageLifetimes, passing_bytes: int, kinds: Collection[str]) -> GraphBytes:
     """The memory of a stage's graphs. ``memory``: the memory of the same actions without graphs. ``passing_bytes``: the
     results of the prologue. ``kinds``: the kinds of actions of its rank."""
-    copied = _copied_bytes(program)
+    copied, once = _copied_bytes(program)
     if program.together:
         most = max(memory.actions["F"].most_bytes, memory.actions["B"].most_bytes)
-        return GraphBytes(most + copied, 0, {})
+        return GraphBytes(most + copied + once, 0, {})
     none, actions = ActionBytes(), memory.actions
     came, back = (actions.get(kind, none).left_bytes for kind in ("RECV_F", "RECV_B"))
-    received = {each.value.name for kind in _RECEIVES for each in program.crossing(kind)}  # and passed on, not copied
-    up, down = (
-        sum(each.value.num_bytes for each in program.crossing(kind) if each.value.name not in received)
-        for kind in _SENDS
-    )
+    received = _crossing(program, *_RECEIVES)
+    up, down = (_sum(_crossing(program, kind), but=received) for kind in _SENDS)  # sent as copies, unless passed on
     slot = copied + slot_bytes(program, tuple(name for kind, name in _LATE.items() if kind in kinds))
-    kept = _waiting_bytes(program, _RECEIVES[:1], (FORWARD,), LATE)
-    deferred = _waiting_bytes(program, _RECEIVES, (FORWARD, INPUT), (WEIGHT,))
+    forward, split, weight = (_read(program, *phases) for phases in ((FORWARD,), (FORWARD, INPUT), (WEIGHT,)))
+    # what came is free when it is copied, before results are; until then it waits for its first reader
+    upwards, downwards = _crossing(program, ActionKind.RECV_F), _crossing(program, ActionKind.RECV_B)
+    kept = _sum(upwards, within=_read(program, *LATE), but=forward)
+    deferred = _sum(received, within=weight, but=split)
+    passed = _crossing(program, ActionKind.SEND_B).keys()
+    beside_b = _sum(downwards, within=passed) + down
+    beside_i = _sum(downwards, within=passed | weight) + _sum(upwards, within=weight, but=split) + down
     ends = actions["REDUCE_GRAD"].taken_bytes  # the results of a single micro-batch, which stay in its slot
     beside = {
         "RECV_F": actions["RECV_F"],
         "RECV_B": actions["RECV_B"],
         "F": ActionBytes(came, came + up, kept),
-        "B": ActionBytes(back + kept, back + kept + down, 0),
-        "I": ActionBytes(back + kept, back + kept + down, deferred),
+        "B": ActionBytes(back + kept, max(back + kept, beside_b), 0),
+        "I": ActionBytes(back + kept, max(back + kept, beside_i), deferred),
         "W": ActionBytes(deferred, deferred, 0),
         "REDUCE_GRAD": _without(actions["REDUCE_GRAD"], ends),
         "after": _without(actions["after"], ends),
     }
-    more = max(0, actions["before"].most_bytes - passing_bytes - slot)
+    more = once + max(0, actions["before"].most_bytes - passing_bytes - slot)
     return GraphBytes(slot, more, beside)
 
 
-def _waiting_bytes(
-    program: Program, kinds: Collection[ActionKind], done: Collection[str], later: Collection[str]
-) -> int:
-    """The bytes of received values that a phase of ``later`` reads first: none of ``done`` has copied them."""
-    copied, read = (
-        {value.name for name in phases for value in program.phase(name).inputs} for phases in (done, later)
-    )
-    received = (each.value for kind in kinds for each in program.crossing(kind))
-    return sum(value.num_bytes for value in received if value.name in read - copied)
+def _crossing(program: Program, *kinds: ActionKind) -> dict[str, int]:
+    """The bytes of the values that a stage sends or receives, by name."""
+    return {each.value.name: each.value.num_bytes for kind in kinds for each in program.crossing(kind)}
 
 
-def _copied_bytes(program: Program) -> int:
-    """The bytes of the parts of the batch that are copied for a micro-batch."""
+def _read(program: Program, *phases: str) -> set[str]:
+    """The names of the values that phases take."""
+    return {value.name for name in phases for value in program.phase(name).inputs}
+
+
+def _sum(sizes: Mapping[str, int], *, within: Collection[str] | None = None, but: Collection[str] = ()) -> int:
+    """The bytes of the values in ``within`` (default: all), without those in ``but``."""
+    return sum(size for name, size in sizes.items() if (within is None or name in within) and name not in but)
+
+
+def _copied_bytes(program: Program) -> tuple[int, int]:
+    """The bytes of the batch that are copied into the slot of each micro-batch, and those that only the prologue reads,
+    in the first slot."""
     whole = {held.value for held in program.inputs}
-    taken = {value.name: value for name in CAPTURED for value in program.phase(name).inputs}
-    return sum(value.num_bytes for name, value in taken.items() if name in whole or name in program.slices)
+    phases = {name: program.phase(name).inputs for name in CAPTURED}
+    taken = {value.name: value for values in phases.values() for value in values}
+    read = {value.name for name, values in phases.items() if name != PROLOGUE for value in values}
+    copied = [value for name, value in taken.items() if name in whole or name in program.slices]
+    each = sum(value.num_bytes for value in copied if value.name in read)
+    return each, sum(value.num_bytes for value in copied) - each
 
 
 def _without(each: ActionBytes, num_bytes: int) -> ActionBytes:

@@ -162,6 +162,8 @@ class StageGraphs:
             for value_name, value in zip(phase.inputs, arguments, strict=True):
                 if isinstance(value, Tensor) and value_name not in self._seen:
                     self._seen[value_name] = _Layout.of(value)
+        elif name in _ENDS:
+            self._slot_of.pop(microbatch, None)
         return dict(zip(phase.outputs, self._functions[name](arguments), strict=True))
 
     def _slot(self, name: str, microbatch: int) -> int:
