@@ -65,6 +65,7 @@ MORE: list[tuple[str, tuple[dict[str, int], ...], dict[str, Any]]] = [
     ("T5", (ONE, {"dp": 2}), {"microbatches": 2}),
     ("T5", ({"dp": 3}, {"tp": 1}), {"microbatches": 2}),
     ("ResNet", ({"dp": 3}, ONE), {}),
+    ("GPT", ({"dp": 2}, {"dp": 2}, {"dp": 4}), {"microbatches": 3, "zero": 1}),
 ]
 """Other numbers of ranks for techniques that ``CASES`` has."""
 
