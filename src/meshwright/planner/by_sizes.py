@@ -8,7 +8,7 @@ options. The first takes about a second for any model and any cluster, the secon
 import msgspec
 
 from meshwright.cost.setup import Precision, Setup
-from meshwright.errors import LayoutError
+from meshwright.errors import ClusterError, LayoutError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.layout import Layout
 from meshwright.ir.layout_text import layout_text
@@ -42,15 +42,15 @@ def quick_answer(
     memory_bytes: float | None = None,
 ) -> QuickAnswer | None:
     """The fastest layout of ``model`` by its sizes, on ``devices`` ranks of ``cluster``, for a step of ``batch_size``
-    sequences. If devices differ, all count as the slowest. None if no layout divides the model and the batch, or none
-    fits in memory (``memory_bytes``; None: the memory of a device)."""
-    part = part_of(cluster, range(devices))
+    sequences. If devices differ, all count as the slowest. None if the cluster has no such part, no layout divides the
+    model and the batch, or none fits in memory (``memory_bytes``; None: the memory of a device)."""
     try:
+        part = part_of(cluster, range(devices))
         part = part if part.num_devices == devices else part.resized(devices)
         result = search(
             model, part, global_batch=batch_size, precision=precision, memory_bytes=memory_bytes, grids="none"
         )
-    except LayoutError:
+    except (ClusterError, LayoutError):
         return None
     return next(filter(None, map(_answer, result.options)), None)
 
