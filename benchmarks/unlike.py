@@ -96,7 +96,7 @@ def fastest_uniform(graph: Graph, cluster: Cluster) -> tuple[list[mw.Layout], st
     """
     uniform = Uniform(graph, cluster)
     uniform.run()
-    best: dict[object, mw.Layout] = {}
+    best: dict[str, mw.Layout] = {}
     for step in sorted((step for step in uniform.steps if step.fits), key=lambda step: step.step_s):
         best.setdefault(kind_of(step.layout), step.layout)
     counts = uniform.counts
@@ -108,12 +108,12 @@ def fastest_uniform(graph: Graph, cluster: Cluster) -> tuple[list[mw.Layout], st
     return list(best.values())[:MOST_MEASURED], told
 
 
-def kind_of(layout: mw.Layout) -> mw.Layout:
-    """What layouts of one kind have in common."""
+def kind_of(layout: mw.Layout) -> str:
+    """What layouts of one kind have in common, as text."""
     schedule = layout.schedule if layout.pp > 1 else "1f1b"
-    return msgspec.structs.replace(
+    return layout_text(msgspec.structs.replace(
         layout, microbatches=1, chunks=1, schedule=schedule, recompute="none", zero=min(layout.zero, 1)
-    )
+    ))  # fmt: skip
 
 
 def plans() -> tuple[dict[str, mw.Plan], str]:
