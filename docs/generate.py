@@ -385,8 +385,9 @@ def option_text(parameter: Any) -> str:
 RESULTS = (
     "foundation", "pipelines", "zero", "models", "models-parity", "convolution", "convolution-parity", "collectives",
     "codecs", "consistency", "products", "message_driven", "convolution_algorithms", "data", "serving", "jobs",
-    "faults", "campaign", "checkpoints", "conformance", "export", "planning", "search", "uniform", "unlike",
-    "prediction", "memory", "large_batch", "lectures", "placements_truth", "backend", "utilization", "ui",
+    "faults", "campaign", "checkpoints", "conformance", "export", "planning", "search", "placements",
+    "exhaustive", "uniform", "unlike", "alpa", "prediction", "memory", "large_batch", "lectures", "placements_truth",
+    "backend", "utilization", "ui",
 )  # fmt: skip
 """The results that docs/measured.md shows, and whose misses README lists. Both name those without a file."""
 HEADLINES = (
