@@ -102,7 +102,7 @@ bench-prediction: $(STAMP) ## calibrate, predict and measure three models under 
 bench-models: $(STAMP) ## check Hugging Face models against one process, time them beside PyTorch, weigh "auto"
 	@$(BIN)/python -m benchmarks.models
 
-bench-planning: $(STAMP) ## plan large models over up to 1,024 devices: seconds from the model to the plan file, memory, growth with layers; plans beside published ones, brute force and all uniform layouts; stages by speed beside uniform layouts, one box at half speed (two hours on two quiet cores, after `meshwright calibrate`)
+bench-planning: $(STAMP) ## plan large models over up to 1,024 devices: seconds from the model to the plan file, memory, growth with layers; plans beside published ones, brute force and all uniform layouts; stages by speed beside uniform layouts, one box at half speed (after `meshwright calibrate`, on two quiet cores)
 	@rc=0; for part in planning search placements exhaustive uniform unlike; do $(BIN)/python -m benchmarks.$$part || rc=1; done; exit $$rc
 
 bench-alpa: $(STAMP) ## plan the models of Alpa's evaluation on up to 64 V100 with four planners each; predicted beside published (three hours; goes on where it was stopped at the same commit)
