@@ -15,7 +15,7 @@ import argparse
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from math import inf
 from unittest.mock import patch
@@ -263,7 +263,7 @@ class Searched:
             options.append(option)
             return planned(option, explains=explains)
 
-        with patch.object(model, "planned", noted), suppress(LayoutError):
+        with patch.object(model, "planned", noted), closing(self.search.prices), suppress(LayoutError):
             self.search.run()
             plan = self.search.best()
         for name, option in {option.name: option for option in options}.items():
