@@ -23,6 +23,7 @@ from meshwright.ir.program import Program
 from meshwright.ir.schedule import ActionKind
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import GPT, GPTConfig, language_model_loss
+from meshwright.planner.explicit import adapt_plan
 from meshwright.schedules.pipeline import schedule_of
 from meshwright.simulate.engine import play
 from tests.distributed import oracle
@@ -193,3 +194,16 @@ def test_receivers_that_do_not_fit_the_stage_are_refused(
 ) -> None:
     with pytest.raises(PlanError, match=told):
         check_fits(with_receivers(unequal(), ({}, receivers)), graph_of())
+
+
+@pytest.mark.parametrize(("samples", "receivers"), [(6, {UP: (2, 2)}), (7, {})])
+def test_another_batch_keeps_the_receivers_if_it_is_cut_evenly(
+    samples: int, receivers: dict[ActionKind, tuple[int, ...]]
+) -> None:
+    """A rank of dp=2 has 4 of 7 samples, or 3: these are sent as they are."""
+    layout = mw.Layout(pp=2, dp=2, tp=2)
+    plan = with_receivers(mw.plan(graph_of(), boxes(4), devices=8, layout=layout), ({}, {UP: (2, 2)}))
+    subject = subject_of()
+    batch = {name: value[:samples] for name, value in subject.batches[0].items()}
+    graph = mw.capture(subject.model, subject.loss_fn, batch)
+    assert [stage.receivers for stage in adapt_plan(plan, graph).stages] == [{}, receivers]

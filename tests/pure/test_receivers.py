@@ -65,8 +65,11 @@ def test_boxes_that_are_joined_quickly_receive_together() -> None:
 
 def test_ranks_that_need_different_parts_do_not_gather() -> None:
     tensor = Crossed("batch", (64, 2**14), 4, {}, {"dp": Shard(0)})
-    _, found = cheapest(Fabric(THREE_BOXES, Mesh.of_stages(({"tp": 4}, {"dp": 8}))), 0, 1, [tensor])
-    assert found.gathers == ()
+    receivers, found = cheapest(Fabric(THREE_BOXES, Mesh.of_stages(({"tp": 4}, {"dp": 8}))), 0, 1, [tensor])
+    assert (receivers, found.gathers) == ((8,), ()), "what a plan need not name"
+    tensor = Crossed("batch", (64, 2**14), 4, {"dp": Shard(0)}, {"dp": Shard(0)})
+    receivers, found = cheapest(Fabric(THREE_BOXES, Mesh.of(pp=3, dp=4)), 0, 1, [tensor])
+    assert (receivers, found.gathers) == ((1,) * 4, ()), "with equal stages, this is to receive for itself"
 
 
 @given(st.integers(1, 2**24), st.sampled_from([1e-12, 1e-10, 1e-9, 1e-7]), st.sampled_from([1, 2, 4]))

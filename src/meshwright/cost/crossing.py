@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -9,11 +10,11 @@ from meshwright.cost.work import Communicate
 from meshwright.ir.codec import codec_of
 from meshwright.ir.graph import ITEM_BYTES
 from meshwright.ir.mesh import JOIN, Mesh
-from meshwright.ir.placement import Placements, Shard
+from meshwright.ir.placement import Placement, Placements, Shard
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import Program, Transfer
 from meshwright.ir.schedule import ActionKind
-from meshwright.schedules.reshard import Box, TransferPlan, transfer
+from meshwright.schedules.reshard import Box, transfer
 from meshwright.schedules.timing import PARTNER
 
 
@@ -69,11 +70,10 @@ def crossing(tensors: Iterable[Crossed], source: Mesh, target: Mesh, receivers: 
     that receive together (``schedules.reshard.transfer``)."""
     total, gathers = 0, list[Communicate]()
     for tensor in tensors:
-        moves = transfer(tensor.whole, tensor.source, source.sizes, tensor.target, target.sizes, receivers)
-        total += _message_bytes(_sent_elements(moves), tensor.item_bytes, tensor.codec)
-        if moves.gathers:
-            part = max(len(gather.ranks) for gather in moves.gathers)
-            chunk = max(_elements(box) for gather in moves.gathers for box in gather.boxes if box is not None)
+        ends = (*tensor.source.items(),), source, (*tensor.target.items(),), target
+        sent, part, chunk = _moved(tensor.whole, *ends, receivers)
+        total += _message_bytes(sent, tensor.item_bytes, tensor.codec)
+        if part:
             free = [axis for axis, size in target.sizes.items() if size > 1 and not _splits(tensor.target, axis)]
             size = part * chunk * tensor.item_bytes
             gathers.append(Communicate(f"gather of {tensor.name}", "all_to_all", JOIN.join(free), size, part=part))
@@ -85,12 +85,24 @@ def _whole_bytes(sent: Transfer) -> int:
     return _message_bytes(prod(sent.value.shape), ITEM_BYTES[sent.value.dtype], sent.codec)
 
 
-def _sent_elements(moves: TransferPlan) -> int:
-    """The elements that the busiest rank sends."""
+_Placed = tuple[tuple[str, Placement], ...]
+"""Axes with their placements."""
+
+
+@lru_cache(maxsize=4096)
+def _moved(
+    whole: tuple[int, ...], source: _Placed, source_mesh: Mesh, target: _Placed, target_mesh: Mesh,
+    receivers: tuple[int, ...],
+) -> tuple[int, int, int]:  # fmt: skip
+    """The elements that the busiest rank sends, the ranks of the largest gather (0: no gather), and the elements of the
+    largest chunk. Borders between equal stages share them."""
+    moves = transfer(whole, dict(source), source_mesh.sizes, dict(target), target_mesh.sizes, receivers)
     elements: Counter[int] = Counter()
     for piece in moves.pieces:
         elements[piece.source] += _elements(piece.source_box)
-    return max(elements.values(), default=0)
+    part = max((len(gather.ranks) for gather in moves.gathers), default=0)
+    chunks = (_elements(box) for gather in moves.gathers for box in gather.boxes if box is not None)
+    return max(elements.values(), default=0), part, max(chunks, default=0)
 
 
 def _message_bytes(elements: int, item_bytes: int, codec: str) -> int:

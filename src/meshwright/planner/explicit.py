@@ -117,7 +117,7 @@ def adapt_plan(plan: Plan, graph: Graph) -> Plan:
     parts = layout.microbatches * math.lcm(layout.data_ranks, *(axes.get("dp", 1) for axes in layout.stage_sizes))
     if not graph.gradients and graph.batch_size % parts:  # an evaluation of an incomplete last batch
         layout = msgspec.structs.replace(layout, microbatches=1)
-    return follow_receivers(_planned(graph, layout, None, plan, Ask()), plan)
+    return follow_receivers(_planned(graph, layout, None, plan, Ask()), plan, graph)
 
 
 def _planned(graph: Graph, layout: Layout, cluster: Cluster | None, base: Plan | None, ask: Ask) -> Plan:

@@ -35,40 +35,45 @@ def with_receivers(plan: Plan, graph: Graph, cluster: Cluster) -> Plan:
     stages = []
     for number, stage in enumerate(plan.stages):
         receivers = dict[ActionKind, tuple[int, ...]]()
-        for kind, names in zip(_RECEIVES, crossings.divided.received(number), strict=True):
-            near = number + PARTNER[kind][0]
-            source, target = plan.pipeline.rank_of(near), plan.pipeline.rank_of(number)
-            if not names or source == target:
+        for kind in _RECEIVES:
+            tensors = crossings.into(number, kind)
+            if not tensors:
                 continue
-            tensors = [crossings.of(name, near, number) for name in names]
+            source, target = (plan.pipeline.rank_of(each) for each in (number + PARTNER[kind][0], number))
+            if source == target:
+                continue
             try:
                 best, _ = cheapest(fabric, source, target, tensors)
             except PlanError:  # parts that differ by a unit are sent as they are
                 continue
-            num_ranks = len(plan.mesh.stage_ranks(target))
-            if best != ((num_ranks,) if plan.uneven else (1,) * num_ranks):
+            if best != _forms(fabric, target)[0]:
                 receivers[kind] = best
         stages.append(msgspec.structs.replace(stage, receivers=receivers))
     return msgspec.structs.replace(plan, stages=tuple(stages))
 
 
-def follow_receivers(plan: Plan, base: Plan) -> Plan:
-    """``plan``, of another capture of the same model, with the receivers of ``base``."""
-    pairs = zip(plan.stages, base.stages, strict=True)
-    stages = tuple(msgspec.structs.replace(stage, receivers=other.receivers) for stage, other in pairs)
-    return msgspec.structs.replace(plan, stages=stages)
+def follow_receivers(plan: Plan, base: Plan, graph: Graph) -> Plan:
+    """``plan``, of another capture of the same model, with the receivers of ``base`` where the new sizes are cut
+    evenly."""
+    if not any(stage.receivers for stage in base.stages):
+        return plan
+    crossings, stages = _Crossings(plan, graph), []
+    for number, (stage, other) in enumerate(zip(plan.stages, base.stages, strict=True)):
+        even = {kind: each for kind, each in other.receivers.items() if crossings.divide(number, kind, each)}
+        stages.append(msgspec.structs.replace(stage, receivers=even))
+    return msgspec.structs.replace(plan, stages=tuple(stages))
 
 
 def cheapest(fabric: Fabric, source: int, target: int, tensors: Sequence[Crossed]) -> tuple[tuple[int, ...], Crossing]:
     """The cheapest receivers of ``tensors`` that pipeline rank ``source`` sends to pipeline rank ``target``, and the
     crossing with them. Of forms that take equally long, the form that sends the fewest bytes between the stages is
-    taken.
+    taken, and else the form that a plan need not name.
 
     Raises:
         PlanError: a tensor is not cut evenly.
     """
     mesh = fabric.mesh
-    forms = dict.fromkeys(_forms(fabric.cluster, mesh.stage_ranks(target)))
+    forms = dict.fromkeys(_forms(fabric, target))
     found = [(form, crossing(tensors, mesh.submesh(source), mesh.submesh(target), form)) for form in forms]
     return min(found, key=lambda each: (crossing_s(fabric, source, target, each[1]), each[1].sent_bytes))
 
@@ -78,10 +83,13 @@ def crossing_s(fabric: Fabric, source: int, target: int, found: Crossing) -> flo
     return fabric.send_s(found.sent_bytes, source, target) + fabric.pieces_s(found.gathers, target)
 
 
-def _forms(cluster: Cluster, ranks: range) -> tuple[tuple[int, ...], ...]:
-    """All ranks together, the ranks of each box, and each rank by itself."""
-    boxes = tuple(len(list(inside)) for _, inside in groupby(ranks, lambda rank: _box_of(cluster, rank)))
-    return (len(ranks),), boxes, (1,) * len(ranks)
+def _forms(fabric: Fabric, target: int) -> tuple[tuple[int, ...], ...]:
+    """All ranks of a stage together, the ranks of each box, and each rank by itself. The first is the form without an
+    entry in the plan (``ir.plan.Stage``)."""
+    ranks = fabric.mesh.stage_ranks(target)
+    boxes = tuple(len(list(inside)) for _, inside in groupby(ranks, lambda rank: _box_of(fabric.cluster, rank)))
+    every = (len(ranks),), boxes, (1,) * len(ranks)
+    return every if fabric.mesh.stages else every[::-1]
 
 
 def _box_of(cluster: Cluster, rank: int) -> int:
@@ -101,8 +109,21 @@ class _Crossings:
         self.divided: Cut = cut(graph, plan.firsts)
         self._makers = graph.producers()
 
-    def of(self, name: str, source: int, target: int) -> Crossed:
-        """A tensor that crosses from one stage to another."""
+    def into(self, stage: int, kind: ActionKind) -> list[Crossed]:
+        """The tensors that a stage receives from the previous stage (``RECV_F``) or the next stage (``RECV_B``)."""
+        names = self.divided.received(stage)[_RECEIVES.index(kind)]
+        return [self._of(name, stage + PARTNER[kind][0], stage) for name in names]
+
+    def divide(self, stage: int, kind: ActionKind, receivers: tuple[int, ...]) -> bool:
+        """Whether all tensors that a stage receives are cut evenly."""
+        near = stage + PARTNER[kind][0]
+        try:
+            crossing(self.into(stage, kind), self.plan.submesh(near), self.plan.submesh(stage), receivers)
+        except PlanError:
+            return False
+        return True
+
+    def _of(self, name: str, source: int, target: int) -> Crossed:
         tensor = self.graph.tensors[name]
         ends = [self._border(name, stage) for stage in (source, target)]
         over_time: Placements = {axis: placement for axis, placement in ends[0].items() if axis == TIME}
