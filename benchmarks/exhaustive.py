@@ -29,6 +29,7 @@ import meshwright as mw
 from benchmarks import report
 from benchmarks.unlike import slowed
 from meshwright.cost.closed_form import predict_step
+from meshwright.cost.fabric import Fabric
 from meshwright.cost.occupancy import peak_memory
 from meshwright.cost.optimizer import ADAMW
 from meshwright.cost.work import StepWork
@@ -235,9 +236,8 @@ class EveryPlan:
         if not layout.stage_sizes:
             return work
         facts = [(own.facts[layers[0]], own.facts[layers[-1]]) for own, layers in zip(works, stages, strict=True)]
-        sizes = [(own["dp"], own["tp"]) for own in layout.stage_sizes]
         up, down = [last.up_bytes for _, last in facts], [first.down_bytes for first, _ in facts]
-        return with_transfers(work, sizes, up, down)
+        return with_transfers(work, Fabric(self.cluster, layout.mesh()), up, down)
 
 
 # --- the search -------------------------------------------------------------------------------------------------------
