@@ -13,7 +13,7 @@ import pytest
 from torch import nn
 
 import meshwright as mw
-from benchmarks import foundation, kills, large_batch, matrix, pipelines, prediction, report, zero
+from benchmarks import foundation, kills, large_batch, matrix, pipelines, prediction, report, search, zero
 from meshwright import models
 from meshwright.bench.lint import lint
 from meshwright.bench.repeat import WARMUP_STEPS, alternate
@@ -196,6 +196,29 @@ def test_what_benchmarks_write_is_honest(monkeypatch: pytest.MonkeyPatch, tmp_pa
     with pytest.raises(ValueError, match=r"timed: nothing says what is timed"):
         report.write("none", "None", "make none", "", pipelines.settings(), found, "text")
     assert not (tmp_path / "none.json").exists()
+
+
+def test_searches_are_judged_by_as_many_rounds_as_lint_asks_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The times of processes are given: first 5 % below every limit, then far above."""
+    limits = {case.name: case.limit_s for case in search.CASES}
+
+    def in_a_process(option: str, name: str) -> dict[str, Any]:
+        seconds = 0.95 * limits[name] if option == "--case" else 10.0
+        return {"seconds": seconds, "captured_s": 1.0, "peak_bytes": 2**30, "layout": "dp8", "step_s": 1.0}
+
+    monkeypatch.setattr(search, "in_a_process", in_a_process)
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(report, "COMMIT", "0123456789ab")
+    search.write(list(search.findings(search.ROUNDS, ())))
+    written = files.load(tmp_path / "search.json", Result)
+    assert lint(written) == ()
+    assert [finding.verdict for finding in written.findings] == ["pass"] * (len(search.CASES) + 2)
+    with pytest.raises(ValueError, match="repetitions"):
+        search.write(list(search.findings(search.ROUNDS - 1, ())))
+    limits = dict.fromkeys(limits, 1000.0)
+    assert {one.verdict for one in search.findings(1, [search.CASES[0].name])} == {"fail"}
 
 
 def test_a_duration_of_one_run_can_fail_but_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:

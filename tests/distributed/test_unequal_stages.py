@@ -104,6 +104,19 @@ def test_unequal_stages_train_as_one_process(
         assert found.moved > 1e-3, "the parameters were trained"
 
 
+def test_two_two_and_four_ranks_are_said_and_trained(ranks: Ranks) -> None:
+    """The sizes of Alpa's unequal answers, on 8 ranks, with ZeRO in each stage."""
+    layout = layout_of(({"dp": 2}, {"dp": 2}, {"dp": 4}), {"microbatches": 3, "zero": 1})
+    subject = subject_of("GPT")
+    graph = mw.capture(subject.model, subject.loss_fn, subject.batches[0])
+    plan = mw.plan(graph, devices=8, layout=layout)
+    assert [len(plan.mesh.stage_ranks(stage)) for stage in range(3)] == [2, 2, 4]
+    assert "pp=3 of (dp=2 x tp=1), (dp=2 x tp=1), (dp=4 x tp=1), 8 ranks" in plan.explain()
+    for found in ranks(8, train, "GPT", layout):
+        assert found.error <= oracle.TOLERANCE, found
+        assert found.moved > 1e-3, "the parameters were trained"
+
+
 # --- found by a search -----------------------------------------------------------------------------------------------
 
 
