@@ -322,18 +322,33 @@ def _gap(searched: Searched, every: EveryPlan, steps: Sequence[Step]) -> Gap:
     known: dict[str, float] = {}
 
     def best_of(steps: Sequence[Step]) -> tuple[float, str]:
-        """The fastest as whole models. Of plans that take equally long by the prices, only one is lowered."""
-        for step in list({step.step_s: step for step in reversed(steps)}.values())[: -LOWERED - 1 : -1]:
+        """The fastest as whole models. Of plans that take equally long by the prices, only the first is tried."""
+        lowered = 0
+        for step in reversed({step.step_s: step for step in reversed(steps)}.values()):
+            if lowered == LOWERED:
+                break
             if step.name not in known:
                 known[step.name] = searched.lowered_s(every.option(step))
-        return min((known[step.name], step.name) for step in steps if step.name in known)
+            lowered += known[step.name] < inf
+        return min(((known[step.name], step.name) for step in steps if step.name in known), default=(inf, "nothing"))
 
     equal_s, _ = best_of([step for step in fitting if not step.layout.stage_sizes])
     best_s, best = best_of(fitting)
     ours_s, ours = min(((seconds, name) for name, seconds in searched.lowered.items()), default=(inf, "nothing"))
-    chosen_s = searched.lowered.get(searched.chosen, inf)
-    over, chosen, equal = (seconds - 1 for seconds in (ours_s / best_s, chosen_s / best_s, ours_s / equal_s))
-    return Gap(over, chosen, equal, len(steps), ours, best, not every.cluster.homogeneous)
+    return Gap(
+        over=over(ours_s, best_s),
+        chosen=over(searched.lowered.get(searched.chosen, inf), best_s),
+        equal=over(ours_s, equal_s),
+        plans=len(steps),
+        ours=ours,
+        best=best,
+        unlike=not every.cluster.homogeneous,
+    )
+
+
+def over(seconds: float, best_s: float) -> float:
+    """How much longer than ``best_s`` this is; 0 if there is no best plan, because none fits."""
+    return seconds / best_s - 1 if best_s < inf else 0.0
 
 
 # --- stages -----------------------------------------------------------------------------------------------------------
