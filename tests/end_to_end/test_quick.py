@@ -26,7 +26,6 @@ from meshwright.ir import files
 from meshwright.ir.graph import Graph
 from meshwright.ir.plan import Plan
 from meshwright.models import GPT, MLP, GPTConfig, language_model_loss
-from meshwright.planner import time_limit
 from meshwright.planner.by_sizes import quick_answer
 from meshwright.planner.time_limit import TimeLimit, was_stopped
 
@@ -173,7 +172,7 @@ def test_a_model_without_sizes_has_its_first_estimate_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = 100.0
-    monkeypatch.setattr(time_limit.time, "monotonic", lambda: now)
+    monkeypatch.setattr("meshwright.planner.time_limit.time.monotonic", lambda: now)
     clock = TimeLimit()
     with caplog.at_level(logging.INFO, "meshwright"):
         for seconds, found in ((1.0, False), (2.5, False), (3.0, True), (4.0, False), (9.0, False), (14.0, False)):
