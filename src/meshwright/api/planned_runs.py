@@ -45,7 +45,7 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
     """A plan with its prediction, and whether it fits in a rank's memory (``verdict``, with the chance that it does).
     ``constants``: the source of the cluster's constants. ``software``: the name of the software profile. ``programs``:
     the programs of one rank, if a rank was asked for. ``changes``: if the layout may not fit, single changes that would
-    make it fit, the fastest first. ``lost``: why another layout was not chosen, if the caller asked.
+    make it fit, the cheapest first. ``lost``: why another layout was not chosen, if the caller asked.
     ``copies``: the copies of the state in a rank's memory, which the verdict counts; none if there is no room for
     them."""
 
@@ -109,7 +109,14 @@ def plan_run(
     lost = None
     if verdict != "fits" and not chosen.layout.stage_sizes:
         changes = compare.changes_that_fit(
-            graph, chosen.layout, known, PlanLowering, memory_bytes=memory_bytes, optimizer=optimizer, clips=clips
+            graph,
+            chosen.layout,
+            known,
+            PlanLowering,
+            memory_bytes=memory_bytes,
+            optimizer=optimizer,
+            clips=clips,
+            graph_of=partial(_graph_of_batch, run) if chosen.layout.replicas == 1 else None,
         )
     if why_not is not None:
         lost = compare.why_not(
@@ -233,6 +240,11 @@ def captured(run: Run, ranks: int, model: nn.Module | None = None) -> tuple[Grap
     if run.layout.strict:
         check_strict(graph)
     return graph, cost_of(build.optimizer(run), graph), world_size
+
+
+def _graph_of_batch(run: Run, batch_size: int) -> Graph:
+    """The graph of a run with another global batch."""
+    return _graph(msgspec.structs.replace(run, data=msgspec.structs.replace(run.data, batch_size=batch_size)), 1)
 
 
 def _num_ranks(run: Run, ranks: int) -> int:

@@ -251,6 +251,9 @@ def plan(
         display.console().print(f"  memory: {planned.verdict} in {room} {chance}")
         for change in planned.changes:
             costs = f"{change.step_s * 1e3:.4g} ms a step, {change.peak_bytes / 2**30:.3g} GiB a rank"
+            if chosen.prediction is not None:
+                now_s = chosen.prediction.step_s * chosen.mesh.world_size / chosen.batch_size
+                costs += f", {change.sample_device_s / now_s - 1:+.0%} device time for a sample"
             display.console().print(f"    it fits with {change.text}: {costs}")
         if planned.verdict == "does not fit" and not planned.changes and not chosen.layout.stage_sizes:
             display.console().print("    no single change makes it fit: --layout.plan auto looks for another layout")
