@@ -86,14 +86,19 @@ def _software_in(path: str) -> Software:
     return files.load(path, Software)
 
 
-def reported_cluster(reported: str, memory_bytes: int, processors: int, num_devices: int) -> Cluster:
-    """One box of a device whose driver reports the name ``reported``, such as ``NVIDIA A100-SXM4-80GB``,
-    ``memory_bytes`` and a number of processors. A box of PCIe cards has ``num_devices`` devices, any other box its
-    usual number.
+def reported_cluster(
+    reported: str, memory_bytes: int, processors: int, num_devices: int, num_boxes: int = 1
+) -> Cluster:
+    """A cluster of a device whose driver reports the name ``reported``, such as ``NVIDIA A100-SXM4-80GB``,
+    ``memory_bytes`` and a number of processors.
+
+    A single box of PCIe cards has ``num_devices`` devices, any other single box its usual number. Several boxes have
+    ``num_devices`` devices each. The first fabric with which the catalog lists the device joins them; a box with fewer
+    devices than usual has as much smaller a part of the fabric's links.
 
     Raises:
         ClusterError: the catalog does not have the device, or has it with another memory size or number of processors
-            (for example if only a part of a device is visible).
+            (for example if only a part of a device is visible), or no fabric for several of its boxes.
     """
     words = _words(reported)
     spelled = {tuple(_words(text)): name for name in device_names() for text in device_file(name).reported}
@@ -119,7 +124,35 @@ def reported_cluster(reported: str, memory_bytes: int, processors: int, num_devi
         )  # fmt: skip
     switched = "pcie" not in words and {"mesh", "nvlink"} & set(entry.links)
     cluster = load_cluster(f"{name}-{'dgx' if switched else f'pcie{num_devices}'}")
+    if num_boxes > 1:
+        fabric = next((tail.partition("-")[2] for tail in entry.clusters if "-" in tail), "")
+        if not switched or not fabric:
+            kind = f"{name} on PCIe" if not switched else name
+            raise ClusterError(
+                f"there are {num_boxes} boxes, and the catalog knows no usual fabric between boxes of {kind}",
+                where="cluster",
+                remedy=f"name the fabric, as in cluster='{cluster.name}-eth25', or pass the file of a cluster",
+            )
+        cluster = _joined(cluster, fabric, num_devices, num_boxes)
     return msgspec.structs.replace(cluster, device=msgspec.structs.replace(cluster.device, memory_bytes=memory_bytes))
+
+
+def _joined(box: Cluster, fabric: str, num_devices: int, num_boxes: int) -> Cluster:
+    """Several boxes with ``num_devices`` devices each, joined by the fabric of the grammar that is the usual fabric of
+    the whole ``box``."""
+    level = _fabric(box.name, fabric, _parts())
+    links = max(1, level.links * num_devices // box.num_devices)
+    name = f"{box.name}-{fabric}"
+    if num_devices != box.num_devices:
+        name = f"{box.name.rpartition('-')[0]}-box{num_devices}-{fabric.rpartition('x')[0]}x{links}"
+    levels = (
+        msgspec.structs.replace(box.levels[0], fan_out=num_devices),
+        msgspec.structs.replace(level, fan_out=num_boxes, links=links),
+    )
+    return msgspec.structs.replace(
+        box, name=name, num_devices=num_devices * num_boxes, open_ended=True, levels=levels,
+        source=f"the usual fabric of {box.name}, {fabric}",
+    )  # fmt: skip
 
 
 def _words(reported: str) -> list[str]:
