@@ -213,7 +213,7 @@ def test_towers_take_half_of_the_time_of_one_gpu_and_some_for_their_exchange() -
 
 def test_without_a_result_file_nothing_is_measured(tmp_path: Path) -> None:
     found = worked.recompute("utilization", results=tmp_path)
-    assert [(line.verdict, line.ours) for line in found.lines] == [("not measured", "there is no utilization.json")] * 2
+    assert [(line.verdict, line.ours) for line in found.lines] == [("not measured", "there is no utilization.json")] * 4
     assert found.lines[1].claim == "typical code reaches 10-15 % of a chip"
     assert "`make bench-utilization` in a checkout writes the file" in found.lines[0].why
 
@@ -230,12 +230,26 @@ def test_utilization_is_read_from_the_file_of_the_benchmark() -> None:
     (one,) = (each for each in result.findings if isinstance(each, Utilization))
     product = msgspec.structs.replace(one, target="matrix product: part of the peak", fraction=0.81)
     step = msgspec.structs.replace(one, target="naive step: part of the peak", fraction=0.35)
-    lines = list(kept.utilization(msgspec.structs.replace(result, findings=(step, product))))
+    small = msgspec.structs.replace(one, target="step of small operators: part of the peak", fraction=0.12)
+    lines = list(kept.utilization(msgspec.structs.replace(result, findings=(step, product, small))))
     assert [(line.claim, line.verdict) for line in lines] == [
         ("large matrix products reach 80 % of a chip", "agrees"),
         ("typical code reaches 10-15 % of a chip", "we differ"),
+        ("the same, as a step of small operators", "agrees"),
+        ("the same, as a product whose rows are multiplied one at a time", "not measured"),
     ]
     assert "of 112 GFLOP/s (nominal: 3.5 GHz" in lines[0].why
+
+
+def test_a_part_of_a_nominal_peak_is_also_one_of_the_measured_peak() -> None:
+    result = files.load(Path(__file__).parent / "results" / "honest.json", Result)
+    (one,) = (each for each in result.findings if isinstance(each, Utilization))
+    notes = {"other_peaks": {"measured: the fastest product": one.peak.flops_per_s / 2}}
+    product = msgspec.structs.replace(one, target="matrix product: part of the peak", fraction=0.4, notes=notes)
+    line = next(kept.utilization(msgspec.structs.replace(result, findings=(product,))))
+    assert line.verdict == "we differ"
+    assert line.ours == "40.0% of the peak, 80% of the 56 GFLOP/s of the fastest product that was measured"
+    assert "a nominal peak counts all cores as whole ones" in line.why
 
 
 def test_examples_with_models_are_computed_by_what_is_given() -> None:
