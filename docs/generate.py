@@ -387,7 +387,7 @@ RESULTS = (
     "codecs", "consistency", "products", "message_driven", "convolution_algorithms", "data", "serving", "jobs",
     "faults", "campaign", "checkpoints", "conformance", "export", "planning", "uniform", "unlike", "prediction",
     "memory", "large_batch", "lectures", "placements_truth", "backend", "utilization",
-    "ui",
+    "scaling", "ui",
 )  # fmt: skip
 """The results that docs/measured.md shows, and whose misses README lists."""
 HEADLINES = (
@@ -409,8 +409,9 @@ _FOLDER = HERE.parent / "benchmarks" / "results"
 
 
 def results() -> dict[str, Result]:
-    """All result files, by name."""
-    return {name: files.load(_FOLDER / f"{name}.json", Result) for name in RESULTS}
+    """The result files that are there, by name."""
+    paths = {name: _FOLDER / f"{name}.json" for name in RESULTS}
+    return {name: files.load(path, Result) for name, path in paths.items() if path.exists()}
 
 
 def measured_page() -> str:
@@ -427,11 +428,14 @@ def measured_page() -> str:
         "reported row is not judged. `meshwright bench lint` refuses misleading files, and files whose measured code",
         "has changed since the measurement.",
     ]
-    for name, result in results().items():
+    found = results()
+    for name in RESULTS:
+        lines += ["", f"## {name}", ""]
+        if name not in found:
+            lines.append(f"Not measured yet: `make bench-{name.replace('_', '-')}` writes its file.")
+            continue
+        result = found[name]
         lines += [
-            "",
-            f"## {name}",
-            "",
             f"{made(result)} {counts(result)} [All times](../benchmarks/results/{name}.md).",
         ]
         lines += ["", "| target | verdict | measured |", "|---|---|---|"]
