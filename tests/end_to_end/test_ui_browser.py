@@ -14,7 +14,8 @@ import pytest
 
 from meshwright.ir import files
 from meshwright.ir.trace import Span, Trace
-from meshwright.report import read_run, render_run
+from meshwright.report import read_run, render, render_run
+from tests.pure.test_report import REPORT
 from tests.pure.test_ui import HOSTILE, write_run
 
 pytest.importorskip("uvicorn", reason="the extra `ui` is not installed")
@@ -267,7 +268,7 @@ def drag(page: Page, canvas: Locator) -> None:
     page.mouse.up()
 
 
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 800)])
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 800), ("light", 800)])
 def test_pages_are_accessible_and_fit_the_window(browser: Browser, address: str, scheme: str, width: int) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
     user = User(
@@ -350,6 +351,25 @@ def test_static_pages_draw_their_timeline_alone(browser: Browser, folder: Path, 
     ]
     assert user.page.evaluate("() => document.querySelectorAll('noscript svg').length") == 0  # a picture for others
     user.ends()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_static_pages_are_accessible_and_fit_the_window(
+    browser: Browser, folder: Path, tmp_path: Path, scheme: str
+) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
+    pages = {"report": render_run(read_run(folder / "first")), "plan --report": render(REPORT)}
+    for name, text in pages.items():
+        page = tmp_path / "page.html"
+        page.write_text(text, encoding="utf-8")
+        user = User(
+            browser, page.as_uri(), color_scheme=scheme, viewport={"width": 800, "height": 900}, bypass_csp=True
+        )  # axe is run in the page
+        user.page.wait_for_selector("figure.ready")
+        found = axe.Axe().run(user.page).response["violations"]
+        assert [(each["id"], [node["html"] for node in each["nodes"]]) for each in found] == [], name
+        assert user.page.evaluate("() => document.documentElement.scrollWidth") <= 800, name
+        user.ends()
 
 
 def test_without_scripts_a_static_page_shows_the_picture(browser: Browser, folder: Path, tmp_path: Path) -> None:
