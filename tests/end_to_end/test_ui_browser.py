@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import threading
 import zlib
@@ -30,6 +31,12 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium is install
 RANKS, SPANS = 1024, 10
 REFUSED = "Failed to load resource: the server responded with a status of 400 (Bad Request)"
 """What the browser's console says of an answer with an error."""
+MOST_TABS = 80
+FOCUSED = """() => {
+    const found = document.activeElement;
+    return found.getAttribute("aria-label") || found.labels?.[0]?.innerText || found.innerText || "";
+}"""
+"""The name of the element that has the focus."""
 ASKED = "model=turing-nlg-17b&cluster=h100-dgx-ndr400x8&devices=16&batch=16"
 
 
@@ -142,6 +149,16 @@ class User:
 
     def shows(self, selector: str) -> str:
         return self.page.locator(selector).first.inner_text()
+
+    def tabs(self, name: str, key: str, then: Callable[[], bool]) -> None:
+        """Move the focus by Tab alone, from where it is, to an element whose name matches, and press a key there."""
+        for _ in range(MOST_TABS):
+            self.page.keyboard.press("Tab")
+            if re.match(name, self.page.evaluate(FOCUSED)):
+                break
+        else:
+            raise AssertionError(f"{name!r} is not reached by {MOST_TABS} times Tab")
+        self.does(f"{key} at {name!r}", lambda: self.page.keyboard.press(key), then)
 
     def ends(self, refused: int = 0) -> None:
         """Nothing went wrong, but that the server has refused so many questions, as it should."""
@@ -266,6 +283,37 @@ def drag(page: Page, canvas: Locator) -> None:
     page.mouse.down()
     canvas.hover(position={"x": 250, "y": 8})
     page.mouse.up()
+
+
+def test_all_views_are_reached_by_keys_alone(browser: Browser, address: str) -> None:
+    """A path through explorer, layouts, timeline, export, comparison, runs and a run: Tab, Enter, Space and arrows."""
+    user = User(browser, address)
+    page, words = user.page, user.page.locator("#layout").input_value
+    status = "figure.timeline .status"
+    user.asks()
+
+    def shows(text: str, place: str = "main") -> Callable[[], bool]:
+        return lambda: text in user.shows(place)
+
+    user.tabs("Skip to the content", "Enter", lambda: page.evaluate("() => document.activeElement.id") == "content")
+    user.tabs("Keep to compare", "Enter", shows("Kept", "#state"))
+    user.tabs(r"\d+ layouts as a table", "Enter", lambda: page.locator("#layouts[open]").count() == 1)
+    user.tabs(r".*micro_batch=", "ArrowDown", lambda: words() != "")
+    user.tabs("timeline", "ArrowRight", shows("stage 0: 0F0", status))
+    user.tabs("copy: ", "Enter", lambda: user.shows("button.copy") in ("Copied", "Marked"))
+    with page.expect_download() as saved:
+        user.tabs("Save the layout", "Enter", lambda: True)
+    assert saved.value.suggested_filename == "layout.json"
+    user.tabs("Compare with", "Enter", shows("lines differ"))
+    user.tabs("Runs$", "Enter", shows("4 runs"))
+    user.tabs("compare first$", "Space", shows("Mark", "#pair-state"))
+    user.tabs("compare second$", "Space", lambda: page.locator("#compare-runs").is_enabled())
+    user.tabs("Compare the plans", "Enter", shows("4 micro-batches"))
+    user.tabs("Runs$", "Enter", shows("4 runs"))
+    user.tabs("first$", "Enter", shows("The ledger"))
+    page.wait_for_selector("figure.ready")
+    user.tabs("timeline", "ArrowRight", shows("rank 0 predicted: ", status))
+    user.ends()
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 800), ("light", 800)])
