@@ -15,7 +15,7 @@ PYTEST := $(BIN)/pytest -n 2 --dist worksteal
 QUICK := end_to_end/test_capture.py distributed/test_gradients.py distributed/test_labels.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check durations test lint bench bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-planning bench-codecs bench-consistency bench-faults campaign bench-checkpoints bench-products bench-pieces bench-jobs bench-serving bench-collectives bench-zero bench-large-batch bench-convolution bench-convolution-algorithms bench-message-driven bench-data bench-dry-runs bench-backend bench-export bench-placements bench-lectures bench-utilization bench-scaling conformance audit clusters matrix gpu gpu-wheels clean bench-ui bench-applications site
+.PHONY: help demo check durations test lint bench bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-planning bench-codecs bench-consistency bench-faults campaign bench-checkpoints bench-products bench-pieces bench-jobs bench-serving bench-collectives bench-zero bench-large-batch bench-convolution bench-convolution-algorithms bench-message-driven bench-data bench-dry-runs bench-backend bench-export bench-placements bench-lectures bench-utilization bench-scaling bench-course conformance audit clusters matrix gpu gpu-wheels clean bench-ui bench-applications site
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -146,6 +146,9 @@ bench-utilization: $(STAMP) ## measure the parts of this machine's peak that tun
 
 bench-scaling: $(STAMP) ## measure strong, batch and model scaling of a GPT on 1, 2 and 4 ranks (a quiet machine; 15 minutes)
 	@$(BIN)/python -m benchmarks.scaling
+
+bench-course: $(STAMP) ## CPU seconds of the course's experiments: each under a minute, together under ten (4 minutes)
+	@$(BIN)/python -m benchmarks.course
 
 bench-dry-runs: $(STAMP) ## run the steps of all layouts and pipelines on fake GPUs; peak memory beside the predicted
 	@$(BIN)/python -m benchmarks.dry_runs

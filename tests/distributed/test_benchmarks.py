@@ -12,7 +12,7 @@ import pytest
 from torch import nn
 
 import meshwright as mw
-from benchmarks import foundation, kills, large_batch, matrix, pipelines, prediction, report, scaling, zero
+from benchmarks import course, foundation, kills, large_batch, matrix, pipelines, prediction, report, scaling, zero
 from meshwright import models
 from meshwright.bench.lint import lint
 from meshwright.bench.repeat import WARMUP_STEPS, alternate
@@ -247,6 +247,19 @@ def test_scaling_is_kept_by_kind_and_ranks_that_share_cores_are_marked(
     assert [finding.measured.split(" (")[0] for finding in points[:2]] == ["speed-up 2.00", "speed-up 4.00"]
     table = (tmp_path / "scaling.md").read_text()
     assert "| model | 4, sharing 2 cores | 8 | 40 | 1250.0 ms | 4.00 (4.00 to 4.00) | 100% |" in table
+
+
+def test_experiments_of_the_course_are_programs_that_run_as_their_chapter_says() -> None:
+    assert len(course.CHAPTERS) == 12
+    on_two = set()
+    for name, page in course.CHAPTERS.items():
+        program, starts_two = course.experiment(page)
+        compile(program, name, "exec")
+        assert program in page.read_text()
+        on_two |= {name} if starts_two else set()
+    assert "02-data-parallelism" in on_two
+    assert "03-all-reduce" not in on_two
+    assert [course.finding("all", "all", seconds, 60.0).verdict for seconds in (59.0, 60.0)] == ["reported", "fail"]
 
 
 def test_a_duration_of_one_run_can_fail_but_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
