@@ -15,7 +15,7 @@ PYTEST := $(BIN)/pytest -n 2 --dist worksteal
 QUICK := end_to_end/test_capture.py distributed/test_gradients.py distributed/test_labels.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check durations test lint bench bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-planning bench-alpa bench-codecs bench-consistency bench-faults campaign bench-checkpoints bench-products bench-pieces bench-jobs bench-serving bench-collectives bench-zero bench-large-batch bench-convolution bench-convolution-algorithms bench-message-driven bench-data bench-dry-runs bench-backend bench-export bench-placements bench-lectures bench-utilization conformance audit clusters matrix gpu gpu-wheels clean bench-ui bench-applications site
+.PHONY: help demo check durations test lint bench bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-planning bench-alpa bench-codecs bench-consistency bench-faults campaign bench-checkpoints bench-products bench-pieces bench-jobs bench-serving bench-collectives bench-zero bench-large-batch bench-convolution bench-convolution-algorithms bench-message-driven bench-data bench-dry-runs bench-backend bench-export bench-placements bench-lectures bench-utilization conformance audit clusters matrix gpu gpu-wheels clean bench-ui bench-applications site bench-scaling bench-course
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -146,8 +146,14 @@ bench-placements: $(STAMP) ## check the splits of all rules, and what they omit,
 bench-lectures: $(STAMP) ## compute the worked examples of lectures that capture, plan and train models; nothing is timed (2 minutes)
 	@$(BIN)/python -m benchmarks.lectures
 
-bench-utilization: $(STAMP) ## measure the parts of this machine's peak that a large product and a naive step reach (a quiet machine; 2 minutes)
+bench-utilization: $(STAMP) ## measure the parts of this machine's peak that tuned and naive products and steps reach (a quiet machine; 2 minutes)
 	@$(BIN)/python -m benchmarks.utilization
+
+bench-scaling: $(STAMP) ## measure strong, batch and model scaling of a GPT on 1, 2 and 4 ranks (a quiet machine; 15 minutes)
+	@$(BIN)/python -m benchmarks.scaling
+
+bench-course: $(STAMP) ## CPU seconds of the course's experiments: each under a minute, together under ten (4 minutes)
+	@$(BIN)/python -m benchmarks.course
 
 bench-dry-runs: $(STAMP) ## run the steps of all layouts and pipelines on fake GPUs; peak memory beside the predicted
 	@$(BIN)/python -m benchmarks.dry_runs

@@ -387,7 +387,7 @@ RESULTS = (
     "codecs", "consistency", "products", "message_driven", "convolution_algorithms", "data", "serving", "jobs",
     "faults", "campaign", "checkpoints", "conformance", "export", "planning", "search", "placements",
     "exhaustive", "uniform", "unlike", "alpa", "prediction", "memory", "large_batch", "lectures", "placements_truth",
-    "backend", "utilization", "ui", "dry_runs",
+    "backend", "utilization", "scaling", "course", "ui", "dry_runs", "applications", "pieces",
 )  # fmt: skip
 """The results that docs/measured.md shows, and whose misses README counts. Both name those without a file."""
 HEADLINES = (
@@ -432,11 +432,14 @@ def measured_page() -> str:
         "reported row is not judged. `meshwright bench lint` refuses misleading files, and files whose measured code",
         "has changed since the measurement.",
     ]
-    for name, result in results().items():
+    found = results()
+    for name in RESULTS:
+        lines += ["", f"## {name}", ""]
+        if name not in found:
+            lines.append(f"Not measured yet: `make bench-{name.replace('_', '-')}` writes its file.")
+            continue
+        result = found[name]
         lines += [
-            "",
-            f"## {name}",
-            "",
             f"{made(result)} {counts(result)} [All times](../benchmarks/results/{name}.md).",
         ]
         lines += ["", "| target | verdict | measured |", "|---|---|---|"]

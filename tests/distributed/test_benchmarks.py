@@ -13,12 +13,25 @@ import pytest
 from torch import nn
 
 import meshwright as mw
-from benchmarks import foundation, kills, large_batch, matrix, pipelines, prediction, report, search, zero
+from benchmarks import (
+    course,
+    foundation,
+    kills,
+    large_batch,
+    matrix,
+    pipelines,
+    prediction,
+    report,
+    scaling,
+    search,
+    zero,
+)
 from meshwright import models
 from meshwright.bench.lint import lint
 from meshwright.bench.repeat import WARMUP_STEPS, alternate
+from meshwright.bench.scaling import EAGER, OURS, LaunchTimes, findings, name_of
 from meshwright.ir import files
-from meshwright.ir.result import Result
+from meshwright.ir.result import Machine, Result, Scaling, Settings
 from meshwright.ir.statistics import ratio, ratio_of_medians
 from meshwright.models import GPT, GPTConfig
 from tests.distributed.oracle import Case
@@ -219,6 +232,70 @@ def test_searches_are_judged_by_as_many_rounds_as_lint_asks_for(
         search.write(list(search.findings(search.ROUNDS - 1, ())))
     limits = dict.fromkeys(limits, 1000.0)
     assert {one.verdict for one in search.findings(1, [search.CASES[0].name])} == {"fail"}
+
+
+def scaled(kind: str, counts: list[int]) -> Result:
+    """What ``bench.scaling.scaling`` returns if n ranks make n steps in the time in which one rank makes 1.25."""
+    grows = {count: count if kind != "strong" else 1 for count in counts}
+    launches = {
+        count: [
+            LaunchTimes(
+                seconds={side: [1.25 * grows[count] / count] * 5 for side in ([OURS, EAGER] if count == 1 else [OURS])},
+                losses={side: [2.0] for side in (OURS, EAGER)},
+                parameters=10 * (grows[count] if kind == "model" else 1),
+                flops=float(grows[count]), items=8 * (grows[count] if kind == "batch" else 1), unit="tok",
+            )
+        ]
+        for count in counts
+    }  # fmt: skip
+    batches = {count: 8 * grows[count] if kind == "batch" else 8 for count in counts}
+    settings = {
+        name_of(count): Settings(dtype="float32", ranks=count, threads=1, sizes={"batch": batches[count]})
+        for count in counts
+    }
+    return Result(
+        date="2026-01-01", name=f"scaling-{kind}", command="", machine=Machine(cpu="c", cores=2), versions={},
+        timed="a step", settings=settings, findings=findings(kind, batches, launches, 1),
+    )  # fmt: skip
+
+
+def test_scaling_is_kept_by_kind_and_ranks_that_share_cores_are_marked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(scaling, "scaling", lambda run, kind, counts, **_: scaled(kind, list(counts)))
+    monkeypatch.setattr(scaling, "num_cores", lambda: 2)
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(report, "COMMIT", "0123456789ab")  # tests may run outside of a checkout
+    assert scaling.main([]) == 0
+    written = files.load(tmp_path / "scaling.json", Result)
+    assert lint(written) == ()
+    points = [finding for finding in written.findings if isinstance(finding, Scaling)]
+    assert [finding.target for finding in points] == [
+        "strong scaling to 2 ranks: the same step",
+        "strong scaling to 4 ranks: the same step (4 ranks share 2 cores)",
+        "batch scaling to 2 ranks: the batch grows with the ranks",
+        "batch scaling to 4 ranks: the batch grows with the ranks (4 ranks share 2 cores)",
+        "model scaling to 2 ranks: the model grows with the ranks",
+        "model scaling to 4 ranks: the model grows with the ranks (4 ranks share 2 cores)",
+    ]
+    assert {finding.verdict for finding in written.findings} == {"reported"}
+    assert written.settings_of(points[3].points[1].series).sizes["batch"] == 32
+    assert [finding.measured.split(" (")[0] for finding in points[:2]] == ["speed-up 2.00", "speed-up 4.00"]
+    table = (tmp_path / "scaling.md").read_text()
+    assert "| model | 4, sharing 2 cores | 8 | 40 | 1250.0 ms | 4.00 (4.00 to 4.00) | 100% |" in table
+
+
+def test_experiments_of_the_course_are_programs_that_run_as_their_chapter_says() -> None:
+    assert len(course.CHAPTERS) == 12
+    on_two = set()
+    for name, page in course.CHAPTERS.items():
+        program, starts_two = course.experiment(page)
+        compile(program, name, "exec")
+        assert program in page.read_text()
+        on_two |= {name} if starts_two else set()
+    assert "02-data-parallelism" in on_two
+    assert "03-all-reduce" not in on_two
+    assert [course.finding("all", "all", seconds, 60.0).verdict for seconds in (59.0, 60.0)] == ["reported", "fail"]
 
 
 def test_a_duration_of_one_run_can_fail_but_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
