@@ -55,8 +55,11 @@ class ActionKind(StrEnum):
 _WHOLE_STEP = frozenset({ActionKind.UNSHARD, ActionKind.RESHARD, ActionKind.REDUCE_GRAD})
 
 
-class Action(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One action of a rank for one stage. ``microbatch`` is None for ``UNSHARD``, ``RESHARD`` and ``REDUCE_GRAD``."""
+class Action(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """One action of a rank for one stage. ``microbatch`` is None for ``UNSHARD``, ``RESHARD`` and ``REDUCE_GRAD``.
+
+    ``gc=False``: an action refers to no container, and garbage collections would walk through thousands of actions.
+    """
 
     stage: int
     kind: ActionKind

@@ -54,7 +54,8 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 def communicates(schedule: Schedule) -> bool:
     """Whether the schedule has sends or receives. Without them, an action waits directly for the computing of the other
     rank."""
-    return any(action.kind.transfers for actions in schedule.ranks for action in actions)
+    kinds = {action.kind for actions in schedule.ranks for action in actions}
+    return any(kind.transfers for kind in kinds)
 
 
 def awaited(action: Action, schedule: Schedule, *, explicit: bool) -> tuple[Action, ...]:
@@ -134,38 +135,43 @@ def order_of(schedule: Schedule, *, keep: bool = True) -> Order:
 def _ordered(schedule: Schedule) -> Order:
     ranks, slots, needs = _numbered(schedule)
     width = schedule.num_microbatches + 1
-    order: list[tuple[int, int]] = []  # the rank of each action, and its position there
+    actions: list[Action] = []
+    run_ranks: list[int] = []
+    run_slots: list[int] = []
     awaits: list[tuple[int, ...]] = []
     done, numbers = [0] * len(ranks), [-1] * (len(slots) * width)
     waiting: dict[int, list[int]] = {}
     ready = deque(range(len(ranks)))
     while ready:
         rank = ready.popleft()
-        codes, position = ranks[rank], done[rank]
-        while position < len(codes):
+        codes, theirs, first = ranks[rank], schedule.ranks[rank].actions, done[rank]
+        position, end = first, len(codes)
+        while position < end:
             code = codes[position]
-            there: tuple[int, ...] = ()
-            if (needed := needs[code // width]) is not None:
-                there = tuple(number for offset in needed if (number := numbers[code + offset]) >= 0)
+            slot = code // width
+            needed, there = needs[slot], ()  # type: tuple[int, ...] | None, tuple[int, ...]
+            if needed is not None:
+                there = tuple([number for offset in needed if (number := numbers[code + offset]) >= 0])
                 if not there:
                     for offset in needed:
                         waiting.setdefault(code + offset, []).append(rank)
                     break
-            numbers[code] = len(order)
-            order.append((rank, position))
+            numbers[code] = len(actions)
+            actions.append(theirs[position])
+            run_slots.append(slot)
             awaits.append(there)
             position += 1
             if code in waiting:
                 ready.extend(waiting.pop(code))
+        run_ranks += [rank] * (position - first)
         done[rank] = position
-    run_slots = [ranks[rank][position] // width for rank, position in order]
     places = {slot: place for place, slot in enumerate(dict.fromkeys(run_slots))}
     keys = tuple(slots)
     return Order(
-        tuple(schedule.ranks[rank][position] for rank, position in order),
-        tuple(rank for rank, _ in order),
+        tuple(actions),
+        tuple(run_ranks),
         tuple(awaits),
-        tuple(places[slot] for slot in run_slots),
+        tuple(map(places.__getitem__, run_slots)),
         tuple(keys[slot] for slot in places),
     )
 
@@ -189,7 +195,7 @@ def _numbered(
         ]
         for actions in schedule.ranks
     ]
-    explicit = communicates(schedule)
+    explicit = any(kind.transfers for _, kind in slots)
     needs: list[tuple[int, ...] | None] = []
     for (stage, kind), slot in slots.items():
         needed = awaited(Action(stage, kind, 0 if kind.has_microbatch else None), schedule, explicit=explicit)
