@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -99,8 +101,13 @@ def test_a_parameter_that_stages_of_other_sizes_share_is_whole_in_all(sizes: tup
 # --- predicted -------------------------------------------------------------------------------------------------------
 
 
+@cache
+def _graph() -> mw.Graph:
+    return mw.capture(_model(), language_model_loss, _batch(0))
+
+
 def _work(layout: mw.Layout) -> tuple[mw.Plan, StepWork]:
-    graph = mw.capture(_model(), language_model_loss, _batch(0))
+    graph = _graph()
     plan = plan_layout(
         graph, layout, world_size=4, cluster=FOUR, ask=Ask(lower=PlanLowering(graph), fits_buckets=False)
     )
