@@ -147,11 +147,11 @@ def _of_layout(layout: Layout, cluster: Cluster, prices: LayerPrices) -> Iterato
                 [works[kind] for kind in chosen], stages, layout.pipeline, prices.optimizer,
                 accumulates=layout.microbatches > 1,
             )  # fmt: skip
+            overlap = cluster.device.kind != "cpu"
             if layout.pp == 1:
-                overlap = cluster.device.kind != "cpu"
                 step_s = play(schedule, work, layout.mesh(), cluster, overlap=overlap).step_s
             else:
-                step_s = predict_step(work, schedule, layout.mesh(), cluster).step_s
+                step_s = predict_step(work, schedule, layout.mesh(), cluster, overlap=overlap).step_s
             peak = max(memory.peak_bytes for memory in peak_memory(work, schedule))
             yield Step(layout, cut, chosen, step_s, peak)
 
