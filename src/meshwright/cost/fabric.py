@@ -35,12 +35,15 @@ class Fabric:
         self._networks: dict[int, Network] = {}
         self._known: dict[tuple[object, ...], float] = {}
         self._sent: dict[tuple[int, int, int], float] = {}
+        self._sizes: dict[tuple[str, int], int] = {}
 
     def size(self, axis: str, stage: int = 0) -> int:
         """The number of ranks along an axis, in the groups of pipeline rank ``stage`` (for ``pp``: the number of
         stages). 1 if there is no such axis."""
-        mesh = self._mesh_of(axis, stage)
-        return mesh.size(axis) if mesh.has(axis) else 1
+        if (axis, stage) not in self._sizes:
+            mesh = self._mesh_of(axis, stage)
+            self._sizes[axis, stage] = mesh.size(axis) if mesh.has(axis) else 1
+        return self._sizes[axis, stage]
 
     def collective_s(self, piece: Communicate, stage: int) -> float:
         """Seconds of a collective along an axis, if all groups of pipeline rank ``stage`` run it at the same time."""

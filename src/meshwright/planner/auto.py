@@ -50,10 +50,10 @@ def plan_auto(
     split any factor of an operator.
 
     Layouts are estimated in the order of their lower bounds until six of them have shorter estimates than the lower
-    bounds of all others. The simulator then improves the cuts of the fastest layouts (``inter_op.recut``). All layouts
-    within ``ALIKE`` of the fastest layout count as equally fast, and the planner takes the simplest of them. The chosen
-    layout is planned, lowered and simulated for the whole model. So the prediction belongs to the program that runs.
-    The search leaves out the schedule ``gpipe``, because ``1f1b`` takes as long with less memory. It keeps
+    bounds of all others. When the turn of an estimated layout comes, its cut is improved (``inter_op.recut``). All
+    layouts within ``ALIKE`` of the fastest layout count as equally fast, and the planner takes the simplest of them.
+    The chosen layout is planned, lowered and simulated for the whole model. So the prediction belongs to the program
+    that runs. The search leaves out the schedule ``gpipe``, because ``1f1b`` takes as long with less memory. It keeps
     ``batch_statistics`` global, because other values would change the results of training. The plan lists the next-best
     layouts, each with the reason why it was not chosen (see ``Plan.explain``). ``only`` restricts the search to divided
     operators (``intra``) or to stages of one rank each (``inter``). With ``codec="auto"``, each layout is compared with
