@@ -9,7 +9,7 @@ import msgspec
 from meshwright.errors import ClusterError, refuse
 from meshwright.ir import catalog_files, files
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.cluster_names import catalog_parts, device_file, device_names
+from meshwright.ir.cluster_names import catalog_parts, device_file, device_names, spell
 from meshwright.ir.software import Software, software_problems
 
 _VENDORS = {"nvidia", "tesla", "geforce", "amd", "instinct"}
@@ -140,9 +140,10 @@ def reported_cluster(
 def _joined(box: Cluster, fabric: str, num_devices: int, num_boxes: int) -> Cluster:
     """Several boxes with ``num_devices`` devices each, joined by the fabric of the grammar that is the usual fabric of
     the whole ``box``."""
-    level = _fabric(box.name, fabric, _parts())
-    links = max(1, level.links * num_devices // box.num_devices)
     name = f"{box.name}-{fabric}"
+    level = spell(name).fabric
+    assert level is not None
+    links = max(1, level.links * num_devices // box.num_devices)
     if num_devices != box.num_devices:
         name = f"{box.name.rpartition('-')[0]}-box{num_devices}-{fabric.rpartition('x')[0]}x{links}"
     levels = (
