@@ -128,7 +128,8 @@ class _Stage:
         passing = held.gathered_bytes + held.prologue_bytes
         graphs = GraphBytes(0, 0, memory.actions)
         if self.graphs:
-            kinds = {action.kind.value for rank in schedule_of(self.plan).ranks for action in rank.actions}
+            actions = schedule_of(self.plan).ranks[self.pipeline.rank_of(program.stage)].actions
+            kinds = {action.kind.value for action in actions}
             graphs = graph_bytes(program, memory, passing, kinds)
         return StageWork(
             pieces={kind: launched(action) for kind, action in pieces.items()},
