@@ -81,7 +81,7 @@ def test_every_schedule_ends_and_equals_one_process(ranks: Ranks, schedule: str,
 
 
 def train_with(axis: str) -> float:
-    return train("1f1b", 2, **{axis: 2})
+    return train("1f1b", 2, (), **{axis: 2})
 
 
 @pytest.mark.parametrize("axis", ["dp", "tp"])
