@@ -15,9 +15,10 @@ from meshwright.catalog import load_cluster
 from meshwright.comm.transport.base import Channel
 from meshwright.cost.program import step_work
 from meshwright.errors import PlanError
-from meshwright.ir.cluster import Cluster, Level
+from meshwright.ir.cluster import Cluster
 from meshwright.ir.files import decode, encode_json
 from meshwright.ir.graph import Graph
+from meshwright.ir.level import Level
 from meshwright.ir.plan_check import check_fits
 from meshwright.ir.program import Program
 from meshwright.ir.schedule import ActionKind

@@ -14,8 +14,9 @@ import torch
 import meshwright as mw
 from meshwright.catalog import load_cluster
 from meshwright.errors import LayoutError
-from meshwright.ir.cluster import Cluster, Level, Member
+from meshwright.ir.cluster import Cluster
 from meshwright.ir.files import decode, encode_json
+from meshwright.ir.level import Level, Member
 from meshwright.models import GPT, GPTConfig, language_model_loss
 from tests.distributed import oracle
 from tests.distributed.oracle import LargestErrors, Subject

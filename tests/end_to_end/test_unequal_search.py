@@ -11,18 +11,20 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.catalog import load_device, load_software
+from meshwright.catalog import load_software
 from meshwright.cost.closed_form import predict_step
 from meshwright.cost.fabric import Fabric
 from meshwright.cost.occupancy import peak_memory
 from meshwright.cost.optimizer import ADAMW
 from meshwright.cost.program import step_work
 from meshwright.cost.work import Compute, StageWork
-from meshwright.ir.cluster import Cluster, Level, Member
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.cluster_names import load_device
 from meshwright.ir.device import Device
 from meshwright.ir.files import decode, encode_json
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout_text import layout_text
+from meshwright.ir.level import Level, Member
 from meshwright.ir.part import part_of, stage_cluster
 from meshwright.ir.program import Program
 from meshwright.lower.plans import PlanLowering

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.catalog import load_device
 from meshwright.cost.crossing import Crossed, crossing
 from meshwright.cost.fabric import Fabric
-from meshwright.ir.cluster import Cluster, Level, Member
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.cluster_names import load_device
+from meshwright.ir.level import Level, Member
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.placement import Shard
 from meshwright.planner.receivers import cheapest, crossing_s

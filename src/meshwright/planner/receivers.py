@@ -14,9 +14,10 @@ import msgspec
 from meshwright.cost.crossing import Crossed, Crossing, crossing
 from meshwright.cost.fabric import Fabric
 from meshwright.errors import PlanError
-from meshwright.ir.cluster import NETWORK, Cluster, units_of
+from meshwright.ir.cluster import NETWORK, Cluster
 from meshwright.ir.graph import ITEM_BYTES, Graph
 from meshwright.ir.layout import TIME
+from meshwright.ir.level import units_of
 from meshwright.ir.placement import Placements, local_shape
 from meshwright.ir.plan import Plan
 from meshwright.ir.schedule import ActionKind
