@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from meshwright.comm.member import member
 from meshwright.comm.transport.native import Native
 from meshwright.ir.files import decode, encode_json
 from meshwright.ir.pipeline import SCHEDULES
+from meshwright.ir.schedule import ActionKind
 from meshwright.models import MLP, classification_loss
 from tests.distributed import oracle
 from tests.distributed.nccl_laws import LawfulGroup, nccl_laws
@@ -37,9 +39,9 @@ def subject(pp: int) -> oracle.Subject:
     return oracle.Subject(MLP((6, *[8] * 17, 4)).double(), classification_loss, batches)
 
 
-def train(schedule: str, pp: int, **more: int) -> float:
+def train(schedule: str, pp: int, receivers: tuple[int, ...] = (), **more: int) -> float:
     """Train in a pipeline under NCCL's laws; the largest error on rank 0. The plan is of a cluster of GPUs, whose
-    collectives are all NCCL's."""
+    collectives are all NCCL's. ``receivers`` are the ranks of each stage that receive together."""
     chunks, key = CHUNKS.get(schedule, 1), ("laws", pp)
     layout = mw.Layout(pp=pp, chunks=chunks, schedule=schedule, microbatches=2 * pp, **more)  # type: ignore[arg-type]
     settings = oracle.OPTIMIZERS["SGD"], oracle.MAX_GRAD_NORM
@@ -51,6 +53,10 @@ def train(schedule: str, pp: int, **more: int) -> float:
         return encode_json(mw.plan(graph, "h100-dgx", devices=layout.num_ranks, layout=layout))
 
     plan = decode(from_rank_0(planned), mw.Plan, where="plan of rank 0")
+    if receivers:
+        both = {ActionKind.RECV_F: receivers, ActionKind.RECV_B: receivers}
+        stages = tuple(msgspec.structs.replace(stage, receivers=both) for stage in plan.stages)
+        plan = msgspec.structs.replace(plan, stages=stages)
     with nccl_laws():
         found, trainer = oracle.in_parallel(parallel, plan, *settings, oracle.sharing_capture(key))
     assert dist.group.WORLD is not None
@@ -75,12 +81,20 @@ def test_every_schedule_ends_and_equals_one_process(ranks: Ranks, schedule: str,
 
 
 def train_with(axis: str) -> float:
-    return train("1f1b", 2, **{axis: 2})
+    return train("1f1b", 2, (), **{axis: 2})
 
 
 @pytest.mark.parametrize("axis", ["dp", "tp"])
 def test_collectives_of_other_axes_keep_the_laws_too(ranks: Ranks, axis: str) -> None:
     assert max(ranks(4, train_with, axis, timeout=240)) <= oracle.TOLERANCE
+
+
+def train_with_receivers() -> float:
+    return train("zb-h1", 2, (2,), tp=2)
+
+
+def test_ranks_that_receive_together_keep_the_laws_too(ranks: Ranks) -> None:
+    assert max(ranks(4, train_with_receivers, timeout=240)) <= oracle.TOLERANCE
 
 
 OTHERS: dict[str, tuple[str, mw.Layout]] = {
