@@ -14,9 +14,10 @@ from meshwright.catalog import load_cluster
 from meshwright.cost.pieces import PieceCosts, part_of
 from meshwright.cost.program import step_work
 from meshwright.cost.work import Communicate, Wait
-from meshwright.ir.cluster import Cluster, Level
+from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.kernel import Kernel, Product
+from meshwright.ir.level import Level
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.operator_algorithm import in_pieces
 from meshwright.ir.plan import starred
