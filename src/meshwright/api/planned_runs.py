@@ -47,7 +47,7 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
     the programs of one rank, if a rank was asked for. ``changes``: if the layout may not fit, single changes that would
     make it fit, the cheapest first. ``lost``: why another layout was not chosen, if the caller asked.
     ``copies``: the copies of the state in a rank's memory, which the verdict counts; none if there is no room for
-    them."""
+    them. ``carried``: the plan as its file has it, if it was made for another batch or another cluster."""
 
     plan: Plan
     constants: str
@@ -59,6 +59,7 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
     programs: RankPrograms | None = None
     changes: tuple[Change, ...] = ()
     lost: Alternative | None = None
+    carried: Plan | None = None
 
 
 def plan_run(
@@ -89,6 +90,9 @@ def plan_run(
         run, ranks, memory_bytes, progress, fresh=fresh, stop=stop, quick=quick, allow=allow
     )  # fmt: skip
     known = cluster_of(run, CPU, chosen.mesh.world_size)
+    carried = loaded(run.layout.file)[0] if run.layout.file else None
+    if carried is not None and (carried.batch_size, carried.cluster) == (chosen.batch_size, known.name):
+        carried = None
     programs = _programs(graph, chosen, program_of) if program_of is not None else None
     clips = run.train.max_grad_norm > 0
     lower = PlanLowering(graph)
@@ -125,6 +129,7 @@ def plan_run(
     return Planned(
         plan=chosen, constants=known.constants, memory_bytes=limit, programs=programs, verdict=verdict,
         fit_chance=chance, software=software.name, copies=copies, changes=changes, lost=lost,
+        carried=carried,
     )  # fmt: skip
 
 

@@ -35,7 +35,7 @@ from meshwright.lower.plans import PlanLowering
 from meshwright.ops.base import OperatorRule, Target
 from meshwright.planner.auto import plan_auto
 from meshwright.planner.candidates import Only
-from meshwright.planner.checks import check_strict
+from meshwright.planner.checks import batch_problems, check_strict
 from meshwright.planner.explicit import Ask, adapt_plan, plan_layout
 from meshwright.planner.foretell import foretell
 from meshwright.planner.opaque_notes import with_region_notes
@@ -277,6 +277,8 @@ def choose(
             offload=offload, codec=codec, float8=float8, seconds=seconds, rules=rules, copies=copies,
         )  # fmt: skip
     chosen, where = loaded(wanted)
+    if chosen.batch_size != graph.batch_size and not chosen.layout.stage_sizes:
+        refuse(LayoutError, batch_problems(graph, chosen.layout, runs_forward=False), where)
     check_fits(chosen, graph, where)
     if chosen.mesh.world_size != world_size:
         raise LayoutError(

@@ -45,6 +45,7 @@ EPILOG = display.examples(
     'meshwright plan gpt --layout.plan auto --ranks 4 --allow "local(16)" --allow "diloco(50)"',
     "meshwright plan RUN.toml --cluster cluster.toml --layout.plan auto --codec auto",
     "meshwright plan diff OLD.json NEW.json",
+    "meshwright plan RUN.toml --layout.plan plan.json --data.batch_size 64 --cluster a100-80gb-dgx-hdr200x8",
     "meshwright plan resnet --workspace 64MiB",
     "meshwright plan alexnet --cluster v100-dgx1-edr100x4 --ranks 8 --batch 1024",
     note="A model of `meshwright models`, or a Hugging Face config.json, is not captured: its layouts are "
@@ -245,6 +246,14 @@ def plan(
             between = f"{interval_s.low * 1e3:.4g} to {interval_s.high * 1e3:.4g} ms in 80 % of runs"
             display.console().print(f"  a step takes {between} (software {planned.software})")
         display.console().print(f"  constants of the cluster: {planned.constants}")
+        if (carried := planned.carried) is not None:
+            line = f"  the plan was made for batches of {carried.batch_size} on {carried.cluster}"
+            if carried.prediction is not None and chosen.prediction is not None:
+                before, now = carried.prediction, chosen.prediction
+                times = now.step_s / chosen.batch_size / (before.step_s / carried.batch_size)
+                costs = f"{before.step_s * 1e3:.4g} ms a step, {before.peak_memory_bytes / 2**30:.3g} GiB a rank"
+                line += f" ({costs}): a sample takes {times:.3g} times as long here"
+            display.console().print(line)
         room = f"{planned.memory_bytes / 2**30:.3g} GiB a rank"
         beside = f", with {planned.copies}" if planned.copies.total_bytes else ""
         chance = f"(chance {planned.fit_chance:.0%}){beside}"

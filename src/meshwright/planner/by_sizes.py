@@ -5,12 +5,14 @@ options. The first takes about a second for any model and any cluster, the secon
 ``docs/predictor.md`` says how well the two agree.
 """
 
+from typing import cast
+
 import msgspec
 
 from meshwright.cost.setup import Precision, Setup
 from meshwright.errors import ClusterError, LayoutError
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.layout import ZERO_STAGES, Layout
+from meshwright.ir.layout import Layout, ZeroStage
 from meshwright.ir.layout_text import layout_text
 from meshwright.ir.part import part_of
 from meshwright.ir.transformer import Transformer
@@ -80,6 +82,6 @@ def layout_of(setup: Setup) -> Layout | None:
         schedule=setup.schedule,
         chunks=setup.chunks,
         recompute=setup.recompute,
-        zero=ZERO_STAGES[setup.zero],
+        zero=cast(ZeroStage, setup.zero),
         codec=setup.codec,
     )

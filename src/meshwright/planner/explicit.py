@@ -178,8 +178,7 @@ class _Planner:
         firsts = follow_cut(graph, base.firsts) if base is not None else ()
         if base is not None:
             inherit(self.factors, base, firsts)
-            for axis in [axis for axis in FEATURE_AXES if axis in self.sizes]:
-                follow_storage(self.factors, base, axis)
+            follow_storage(self.factors, base, [axis for axis in FEATURE_AXES if axis in self.sizes])
         else:
             self._choose()
         self._follow_rules()

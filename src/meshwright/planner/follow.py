@@ -1,5 +1,7 @@
 """Adapt an existing plan to another batch size or an evaluation: operators keep the strategies of the plan."""
 
+from collections.abc import Sequence
+
 from meshwright.ir.graph import Graph
 from meshwright.ir.placement import Shard
 from meshwright.ir.plan import Plan
@@ -18,9 +20,17 @@ def inherit(factors: Factors, base: Plan, firsts: tuple[str, ...]) -> None:
                 factors.strategies[operator.name][axis] = choice
 
 
-def follow_storage(factors: Factors, base: Plan, axis: str) -> None:
-    """For operators without a factor on ``axis``: choose a factor over which an input is already split. The splits of
-    the parameters are those of their storage in ``base``."""
+def follow_storage(factors: Factors, base: Plan, axes: Sequence[str]) -> None:
+    """For operators that ``base`` does not have, such as those of an evaluation: choose for each of ``axes`` a factor
+    over which an input is already split. The splits of the parameters are those of their storage in ``base``.
+
+    If the graph is that of ``base``, nothing is chosen: an operator without a strategy is whole by the plan's
+    decision."""
+    for axis in axes if base.graph_fingerprint != factors.graph.fingerprint else ():
+        _follow_storage(factors, base, axis)
+
+
+def _follow_storage(factors: Factors, base: Plan, axis: str) -> None:
     graph, placed = factors.graph, dict[str, str | None]()
     for name in graph.parameters:
         shard = base.storage(name).get(axis)
