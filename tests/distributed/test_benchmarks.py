@@ -8,11 +8,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from torch import nn
 
 import meshwright as mw
-from benchmarks import course, foundation, kills, large_batch, matrix, pipelines, prediction, report, scaling, zero
+from benchmarks import (
+    course,
+    foundation,
+    kills,
+    large_batch,
+    matrix,
+    pipelines,
+    prediction,
+    report,
+    scaling,
+    search,
+    zero,
+)
 from meshwright import models
 from meshwright.bench.lint import lint
 from meshwright.bench.repeat import WARMUP_STEPS, alternate
@@ -198,6 +211,29 @@ def test_what_benchmarks_write_is_honest(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert not (tmp_path / "none.json").exists()
 
 
+def test_searches_are_judged_by_as_many_rounds_as_lint_asks_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The times of processes are given: first 5 % below every limit, then far above."""
+    limits = {case.name: case.limit_s for case in search.CASES}
+
+    def in_a_process(option: str, name: str) -> dict[str, Any]:
+        seconds = 0.95 * limits[name] if option == "--case" else 10.0
+        return {"seconds": seconds, "captured_s": 1.0, "peak_bytes": 2**30, "layout": "dp8", "step_s": 1.0}
+
+    monkeypatch.setattr(search, "in_a_process", in_a_process)
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(report, "COMMIT", "0123456789ab")
+    search.write(list(search.findings(search.ROUNDS, ())))
+    written = files.load(tmp_path / "search.json", Result)
+    assert lint(written) == ()
+    assert [finding.verdict for finding in written.findings] == ["pass"] * (len(search.CASES) + 2)
+    with pytest.raises(ValueError, match="repetitions"):
+        search.write(list(search.findings(search.ROUNDS - 1, ())))
+    limits = dict.fromkeys(limits, 1000.0)
+    assert {one.verdict for one in search.findings(1, [search.CASES[0].name])} == {"fail"}
+
+
 def scaled(kind: str, counts: list[int]) -> Result:
     """What ``bench.scaling.scaling`` returns if n ranks make n steps in the time in which one rank makes 1.25."""
     grows = {count: count if kind != "strong" else 1 for count in counts}
@@ -283,6 +319,20 @@ def test_matrix_table_shows_failures() -> None:
     assert [row.passed for row in rows] == [True, False, False]
     last = matrix.table(rows).splitlines()[-1]
     assert last == "| MLP | SGD | whole | full | 2e-16 | **1e-03** | **failed**: ValueError: no |"
+
+
+def test_the_matrix_is_linted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed combination fails its model's check, and what ``make matrix`` writes is a result that lint reads."""
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    settings = ("SGD", "whole", "full")
+    rows = [matrix.Combination(Case(model, "dp2", *settings), 2e-16, 1e-9) for model in ("MLP", "GPT")]
+    failed = matrix.Combination(Case("MLP", "tp2", *settings), float("inf"), 1e-9, "ValueError: no")
+    found = matrix.findings([*rows, failed])
+    assert [(each.target.split(":")[0], each.verdict) for each in found] == [("MLP", "fail"), ("GPT", "pass")]
+    report.write("matrix", "The matrix", "make matrix", "", {}, found, matrix.table(rows))
+    written = files.load(tmp_path / "matrix.json", Result)
+    assert written.findings[0].notes["errors"] == {str(rows[0].case): 2e-16, str(failed.case): "ValueError: no"}
+    assert lint(msgspec.structs.replace(written, commit="")) != lint(written) == ()
 
 
 def test_a_disturbed_run_is_judged_by_its_largest_difference() -> None:

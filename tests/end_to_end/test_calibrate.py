@@ -13,11 +13,13 @@ import torch
 
 import meshwright as mw
 from meshwright import api, cli
-from meshwright.api.machine import known_cluster
+from meshwright.api.machine import check_size, known_cluster
 from meshwright.api.measured_gpus import LEAST_SPREAD, gpu_cluster, gpu_name
+from meshwright.api.plans import choose
 from meshwright.catalog import with_software
 from meshwright.cost.collective import Group, Network
 from meshwright.cost.kernels import Rates
+from meshwright.cost.optimizer import ADAMW
 from meshwright.cost.program import step_work
 from meshwright.errors import ClusterError, FileFormatError, LaunchError
 from meshwright.ir import files
@@ -403,12 +405,93 @@ class Properties:
     name, total_memory, multi_processor_count = "NVIDIA H100 80GB HBM3", 84_900_000_000, 132
 
 
-def test_without_a_cluster_the_cuda_device_at_hand_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """This machine has two H100, which were not measured."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: Properties.name)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    here = known_cluster(None, torch.device("cuda"))
+
+
+CUDA = torch.device("cuda")
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, ranks: int, here: int) -> None:
+    """A launcher has started this process as one of the ranks, and so many of them on this machine."""
+    for name, value in {"RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": here}.items():
+        monkeypatch.setenv(name, f"{value}")
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_without_a_cluster_the_cuda_device_at_hand_is_planned_for() -> None:
+    here = known_cluster(None, CUDA)
     assert (here.name, here.device.name, here.device.memory_bytes) == ("h100-dgx", "h100", Properties.total_memory)
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(
+    ("ranks", "here", "name", "fan_outs", "links"),
+    [
+        (16, 8, "h100-dgx-ndr400x8", [8, 2], 8),
+        (8, 8, "h100-dgx", [8], 1),
+        (8, 2, "h100-box2-ndr400x2", [2, 4], 2),
+        (4, 1, "h100-box1-ndr400x1", [1, 4], 1),
+    ],
+)
+def test_ranks_on_several_machines_are_boxes_with_the_usual_fabric(
+    ranks: int, here: int, name: str, fan_outs: list[int], links: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched(monkeypatch, ranks, here)
+    cluster = known_cluster(None, CUDA, ranks)
+    check_size(cluster, ranks)
+    assert (cluster.name, [level.fan_out for level in cluster.levels]) == (name, fan_outs)
+    assert (cluster.levels[-1].links, cluster.device.memory_bytes) == (links, Properties.total_memory)
+    named = mw.Cluster.load(name).resized(ranks)
+    assert [level.beta_s_per_byte for level in named.levels] == [level.beta_s_per_byte for level in cluster.levels]
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_step_is_planned_for_two_machines_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched(monkeypatch, 16, 8)
+    batch = {"inputs": torch.zeros(16, 6), "label": torch.zeros(16, dtype=torch.int64)}
+    graph = mw.capture(MLP((6, 16, 4)), classification_loss, batch)
+    plan = choose(mw.Layout(dp=16), graph, 16, None, CUDA, ADAMW, clips=False)
+    assert (plan.mesh.world_size, plan.cluster) == (16, "h100-dgx-ndr400x8")
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_boxes_that_are_not_full_and_boxes_without_a_usual_fabric_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched(monkeypatch, 12, 8)
+    with pytest.raises(ClusterError, match="12 ranks do not fill whole boxes, which have 8 ranks as this machine has"):
+        known_cluster(None, CUDA, 12)
+    monkeypatch.setattr(Properties, "name", "NVIDIA A100-PCIE-40GB")
+    monkeypatch.setattr(Properties, "total_memory", 42_298_834_944)
+    monkeypatch.setattr(Properties, "multi_processor_count", 108)
+    with pytest.raises(ClusterError, match="no usual fabric between boxes of a100-40gb on PCIe") as caught:
+        known_cluster(None, CUDA, 16)
+    assert "name the fabric, as in cluster='a100-40gb-pcie8-eth25'" in caught.value.remedy
+    assert mw.Cluster.load("a100-40gb-pcie8-eth25").levels[1].links == 1
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_calibrated_gpus_are_the_boxes_of_a_larger_run() -> None:
+    """Their speed and the links between them are measured; the fabric is that of the catalog."""
+    found = calibrate_gpus.measure(FEW, lambda what: None, "cpu")
+    assert found is not None
+    h100 = devices.Properties(Properties.name, Properties.total_memory, Properties.multi_processor_count, 2)
+    made = gpu_cluster(msgspec.structs.replace(found, properties=h100))
+    assert made.calibration is not None
+    yesterday = msgspec.structs.replace(made.calibration, time_s=round(time.time()) - 86400)
+    api.save_cluster(msgspec.structs.replace(made, calibration=yesterday), api.calibration_file("cuda"))
+    measured = known_cluster(None, CUDA, 2)
+    assert measured.device.origin == "measured"
+    several = known_cluster(None, CUDA, 6)
+    assert several.device == measured.device
+    assert [level.fan_out for level in several.levels] == [2, 3]
+    assert several.constants == "device measured, pod catalog, box catalog"
+    assert several.levels[1].beta_s_per_byte == mw.Cluster.load("h100-dgx-ndr400x8").levels[1].beta_s_per_byte
 
 
 # --- GPUs, whose code runs on a CPU here ------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from meshwright.comm.groups import from_rank_0
 from meshwright.comm.transport import mpi
 from meshwright.errors import ClusterError, FileFormatError, LaunchError, MeshwrightError
 from meshwright.ir import files
-from meshwright.ir.cluster import Calibration, Cluster
+from meshwright.ir.cluster import NETWORK, Calibration, Cluster
 from meshwright.ir.ledger import Ledger
 from meshwright.ir.software import Software
 from meshwright.planner.learn import LearnedCluster
@@ -212,12 +212,18 @@ def calibration_file(kind: str = "cpu") -> Path:
 
 def known_cluster(cluster: Cluster | str | None, device: torch.device, num_ranks: int = 0) -> Cluster:
     """The given cluster. If none is given, the cluster is this machine: on a CPU its calibration, or ``cpu-local`` if
-    there is no calibration; on CUDA the calibration too, or one box of this machine's devices as the catalog has them.
+    there is no calibration; on CUDA the calibration too, or this machine's devices as the catalog has them. If CUDA
+    ranks are on several machines, the calibration of several machines is taken, or the catalog's usual fabric joins
+    boxes with as many devices as this machine has ranks.
 
     A cluster that names no software profile gets Meshwright's own profile.
 
     ``num_ranks``: an open-ended cluster grows to at least this number of devices. This machine grows too: more ranks
     than cores are planned as if each rank had its own core.
+
+    Raises:
+        ClusterError: the cluster is unknown; or none is given, and the devices differ, or the catalog lacks them or
+            their fabric; or the ranks do not fill whole boxes.
     """
     if isinstance(cluster, Cluster):
         return _ours(cluster)
@@ -231,12 +237,40 @@ def known_cluster(cluster: Cluster | str | None, device: torch.device, num_ranks
             return here
         inside = msgspec.structs.replace((here.levels or generic.levels)[0], fan_out=num_ranks)
         return msgspec.structs.replace(here, num_devices=num_ranks, levels=(inside,))
+    return _gpus_here(device, num_ranks)
+
+
+def _gpus_here(device: torch.device, num_ranks: int) -> Cluster:
+    """This machine's GPUs, and equal boxes beside it if they are fewer than the ranks."""
     check_alike(device_names(), whose="device")
+    name, memory_bytes, processors, num_devices = properties(device)
+    each = launch.num_ranks_here() or num_devices
+    num_boxes = max(1, -(-num_ranks // each))
     measured = calibrated("cuda")
-    if measured is not None and num_ranks <= measured.num_devices:
+    if (
+        measured is not None
+        and num_ranks <= measured.num_devices
+        and (num_boxes == 1 or NETWORK in measured.level_names)
+    ):
         return measured
+    if num_ranks > each and num_ranks % each:
+        raise ClusterError(
+            f"{num_ranks} ranks do not fill whole boxes, which have {each} ranks as this machine has", where="cluster",
+            remedy=f"start a multiple of {each} ranks, or pass cluster=, the name or the file of a cluster",
+        )  # fmt: skip
+    found = _ours(reported_cluster(name, memory_bytes, processors, each, num_boxes))
+    if num_boxes > 1:
+        log.info(
+            "%d boxes with %d ranks each are planned as %s: the fabric between them was not measured, and may be "
+            "another (cluster=)", num_boxes, each, found.name,
+        )  # fmt: skip
+        if measured is not None:
+            inner = msgspec.structs.replace((measured.levels or found.levels)[0], fan_out=each)
+            return msgspec.structs.replace(
+                measured, num_devices=found.num_devices, levels=(inner, *found.levels[1:]), open_ended=True
+            )
     log.info("%s was not measured: predictions rest on the catalog, and are wide (`meshwright calibrate`)", device)
-    return _ours(reported_cluster(*properties(device)))
+    return found
 
 
 def _ours(cluster: Cluster) -> Cluster:

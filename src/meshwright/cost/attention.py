@@ -38,7 +38,7 @@ def emitted_kernels(kernel: Kernel, on_cpu: bool, cudnn_speed: float) -> Iterato
         return
     terms, repeated = _terms_bytes(sizes, dtype, algorithm, on_cpu), _repeated_bytes(sizes, dtype, algorithm)
     if terms:
-        yield Kernel("pointwise", dtype, 0.0, 2 * terms, 2)
+        yield Kernel("pointwise", dtype, 0.0, 2 * terms * sizes.ring.steps, 2 * sizes.ring.steps)
     if repeated:  # copies of keys and values, and in backward the sums of their gradients
         backward = kernel.kind == "attention_backward"
         yield Kernel("copy", dtype, 0.0, 2 * repeated * (1 + backward), 2 * (1 + backward))
@@ -72,17 +72,23 @@ def _score_kernels(kernel: Kernel) -> Iterator[Kernel]:
 
 
 def scratch_bytes(kernel: Kernel, on_cpu: bool) -> int:
-    """Bytes of temporary memory while attention runs: its scores, or the mask, the copies of keys and the sums in
-    float32 of a fused kernel. 0 for other kernels."""
+    """Bytes of temporary memory while attention runs, beside its results: its scores, or the mask, the copies of keys
+    and the sums in float32 of a fused kernel; and what a ring holds around its steps. 0 for other kernels."""
     sizes, dtype, backward = kernel.attention, kernel.dtype, kernel.kind == "attention_backward"
     if sizes is None:
         return 0
-    algorithm, ring = sizes.taken(dtype, on_cpu), _ring_bytes(sizes, dtype, backward)
+    taken = _kernel_bytes(sizes, dtype, backward, on_cpu)
+    if sizes.ring.size == 1:
+        return taken
+    return _ring_bytes(sizes, dtype, backward, taken, sizes.taken(dtype, on_cpu) in (CUDNN, PLAIN))
+
+
+def _kernel_bytes(sizes: AttentionSizes, dtype: str, backward: bool, on_cpu: bool) -> int:
+    """Bytes of temporary memory of one call of a kernel, beside its results."""
+    algorithm = sizes.taken(dtype, on_cpu)
     if algorithm == PLAIN:
-        return ring + (_HELD[backward] + sizes.dropout) * _scores_bytes(sizes, dtype, sizes.held)
-    taken = (
-        ring + _terms_bytes(sizes, dtype, algorithm, on_cpu) + (1 + backward) * _repeated_bytes(sizes, dtype, algorithm)
-    )
+        return (_HELD[backward] + sizes.dropout) * _scores_bytes(sizes, dtype, sizes.held)
+    taken = _terms_bytes(sizes, dtype, algorithm, on_cpu) + (1 + backward) * _repeated_bytes(sizes, dtype, algorithm)
     if backward and not on_cpu:
         taken += backward_bytes(sizes.batch * sizes.queries, sizes.width)
         if algorithm == FLASH and 0 < sizes.key_batch < sizes.batch:  # gradients of keys for each query head
@@ -90,18 +96,27 @@ def scratch_bytes(kernel: Kernel, on_cpu: bool) -> int:
     return taken
 
 
-def _ring_bytes(sizes: AttentionSizes, dtype: str, backward: bool) -> int:
-    """Bytes of what a ring holds while a step runs (``ops/ring.py``): the swapped halves, the keys that arrive, the
-    results of the step, and the sums over steps."""
-    if sizes.keys == sizes.held:
-        return 0
-    rows, item = sizes.batch * sizes.queries, ITEM_BYTES[dtype]
-    query, output = item * rows * sizes.width, item * rows * sizes.values
+def _ring_bytes(sizes: AttentionSizes, dtype: str, backward: bool, kernel: int, relaid: bool) -> int:
+    """Bytes that a ring holds beside its results (``ops/ring.py``). ``kernel``: those of a step's kernel, likewise.
+    ``relaid``: the kernel's gradients have the memory order of its inputs, and are copied if halves were swapped.
+
+    Three moments have the most: the exchange of halves, where each tensor exists twice; a step, with the keys that
+    move, the results of its kernel, and their merging into the sums over steps; and in backward the exchange back."""
+    ring, item = sizes.ring, ITEM_BYTES[dtype]
+    wide, rows = max(4, item), sizes.batch * sizes.queries
+    query, output, statistics = item * rows * sizes.width, item * rows * sizes.values, wide * rows
     keys = item * (sizes.key_batch or sizes.batch) * sizes.held * (sizes.width + sizes.values)
-    swapped = query + keys + 2 * backward * output if sizes.causal and not sizes.shifted else 0
+    coming, later = ring.steps > 1, ring.steps > 2 and not ring.balanced  # a balanced ring's own keys are copies
+    moving = max(coming * (ring.moving_bytes + ring.copied_bytes), 2 * later * ring.moving_bytes)
     if backward:
-        return swapped + 2 * (query + keys) + keys
-    return swapped + output + 2 * max(4, item) * rows * sizes.values + keys
+        results, swapped = query + keys, query + keys + 2 * output
+        if not ring.balanced:  # beside the sums, which become the results
+            return moving + results + kernel
+        step = moving + results + max(kernel, results * relaid)
+        return max(2 * swapped - results, swapped + statistics + max(step, 2 * results))
+    results, total = output + statistics, wide * rows * sizes.values
+    step = total + moving + max(results + kernel, output + total + 4 * statistics) - output
+    return max(2 * (query + keys) - results, query + keys + step) if ring.balanced else step
 
 
 def _terms_bytes(sizes: AttentionSizes, dtype: str, algorithm: str, on_cpu: bool) -> int:

@@ -34,6 +34,25 @@ class Product(NamedTuple):
     batch: float = 1
 
 
+class RingSizes(NamedTuple):
+    """The ring of ranks in which attention runs (``ops/ring.py``).
+
+    ``size``: its ranks. ``steps``: the steps in which it moves keys and computes. ``balanced``: each rank swaps halves
+    of the sequence, so that all ranks have equal work. ``moving_bytes``: the rank's keys, values, and mask if it moves
+    with them. ``copied_bytes``: those of ``moving_bytes`` that are copied to be sent, because they are not contiguous.
+    """
+
+    size: int = 1
+    steps: int = 1
+    balanced: bool = False
+    moving_bytes: int = 0
+    copied_bytes: int = 0
+
+
+ALONE = RingSizes()
+"""Attention that does not run in a ring."""
+
+
 class AttentionSizes(NamedTuple):
     """The sizes of attention on one rank.
 
@@ -43,7 +62,8 @@ class AttentionSizes(NamedTuple):
 
     ``pairs`` is the number of pairs of a query and a key that it sees (0: all). ``key_batch`` is samples times key
     heads (0: as many as ``batch``). ``shifted``: as in ``ir.attention.Form``. ``mask_elements`` counts the elements of
-    a mask that must be converted to terms of the scores. ``algorithm`` is the plan's choice (empty: the usual one)."""
+    a mask that must be converted to terms of the scores at a time. ``algorithm`` is the plan's choice (empty: the usual
+    one)."""
 
     batch: int
     queries: int
@@ -59,10 +79,11 @@ class AttentionSizes(NamedTuple):
     shifted: bool = False
     mask_elements: int = 0
     algorithm: str = ""
+    ring: RingSizes = ALONE
 
     def served(self, dtype: str, on_cpu: bool) -> tuple[str, ...]:
         """The algorithms that support the call on a device, the usual one first."""
-        parts = 2 if self.keys != self.held else 1  # a ring may work on halves
+        parts = 2 if self.ring.size > 1 else 1  # a ring may work on halves
         lengths = self.queries // parts, self.held // parts
         form = Form(dtype, self.width, self.values, *lengths, self.dropout, self.masked, self.shifted)
         return algorithms_of(form, on_cpu)
@@ -94,13 +115,37 @@ class ConvolutionSizes(NamedTuple):
     dtype: str
 
 
+ALIGNED_ROWS, BLOCK_ROWS, COPIED_BYTES = 8, 64, 2**28
+"""Of experts on devices that run behind the host: rows of 16-bit numbers after which memory is aligned as grouped
+products ask for; rows of a block that is multiplied alone in other dtypes; and the most bytes of the matrices that are
+copied for such blocks at once."""
+
+
+class ExpertSizes(NamedTuple):
+    """The sizes of experts on one rank, or of their backward pass.
+
+    ``slots`` is tokens times the experts of each. ``width`` is the size of a token, ``hidden`` that of the result of an
+    expert's first product (both halves if it is gated), ``inner`` that of its second product's input, ``result`` that
+    of its result."""
+
+    tokens: int
+    slots: int
+    experts: int
+    width: int
+    hidden: int
+    inner: int
+    result: int
+    backward: bool
+
+
 class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """``calls`` launches of a kernel of one kind (``ir.kind``).
 
     ``flops`` and ``bytes`` (read and written) are totals of all calls. ``product`` has the sizes of a matrix product,
-    or of a convolution seen as a matrix product. ``attention`` has the sizes of attention, ``convolution`` those of a
-    convolution that PyTorch's own kernel computes. ``workspace_bytes`` are bytes of temporary tensors while the kernel
-    runs. ``measured_s``: the measured seconds of an opaque region (0: not measured)."""
+    or of a convolution seen as a matrix product. ``attention`` has the sizes of attention, ``experts`` those of
+    experts, ``convolution`` those of a convolution that PyTorch's own kernel computes. ``workspace_bytes`` are bytes of
+    temporary tensors while the kernel runs. ``measured_s``: the measured seconds of an opaque region (0: not
+    measured)."""
 
     kind: str
     dtype: str = ""
@@ -110,6 +155,7 @@ class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     product: Product | None = None
     attention: AttentionSizes | None = None
     convolution: ConvolutionSizes | None = None
+    experts: ExpertSizes | None = None
     workspace_bytes: int = 0
     measured_s: float = 0.0
 
@@ -142,16 +188,14 @@ def in_float8(kernel: Kernel) -> Kernel:
 
 
 class AttentionSettings(NamedTuple):
-    """The arguments of a call of attention on which its cost depends. ``ring`` is the number of ranks of a ring, and
-    ``balanced`` says that all of its ranks have equal work."""
+    """The arguments of a call of attention on which its cost depends."""
 
     dropout: bool = False
     causal: bool = False
     window: int = 0
     first: int = 0
     algorithm: str = ""
-    ring: int = 1
-    balanced: bool = False
+    ring: RingSizes = ALONE
 
 
 def attention_of(backward: bool, inputs: Sequence[Operand], settings: AttentionSettings) -> AttentionSizes:
@@ -160,17 +204,20 @@ def attention_of(backward: bool, inputs: Sequence[Operand], settings: AttentionS
     ``inputs`` are the inputs on one rank, in the order of ``ops/attention_kernels.py``. In a ring, the queries see the
     keys of all ranks, but the rank's own inputs have only its own keys."""
     query, key, value = (operand.shape for operand in inputs[backward : backward + 3])
-    held, keys = key[2], key[2] * settings.ring
+    ring = settings.ring
+    held, keys = key[2], key[2] * ring.size
     masked = len(inputs) > (6 if backward else 3)
     mask = inputs[backward + 3] if masked else None
     converted = prod(mask.shape) if mask is not None and mask.dtype == "bool" else 0
+    if mask is not None and mask.shape[-1] != held:  # each step of a ring uses the columns of the keys that it has
+        converted //= ring.size
     queries, causal, window = query[2], settings.causal, settings.window
     # if ranks have parts of the queries, the rank with the last part has the most to compute
     pairs = Band(queries, keys, causal, window, max(settings.first, keys - queries)).pairs
-    if settings.balanced:
-        pairs = Band(keys, keys, causal).pairs // settings.ring
-    shifted = causal and not settings.balanced and bool(window or settings.first or queries != keys)
+    if ring.balanced:
+        pairs = Band(keys, keys, causal).pairs // ring.size
+    shifted = causal and not ring.balanced and bool(window or settings.first or queries != keys)
     return AttentionSizes(
         prod(query[:2]), queries, keys, query[3], value[3], held, settings.dropout, causal, masked, pairs,
-        prod(key[:2]), shifted, converted, settings.algorithm,
+        prod(key[:2]), shifted, converted, settings.algorithm, ring,
     )  # fmt: skip

@@ -12,11 +12,14 @@ from meshwright.ir.codec import codec_of
 from meshwright.ir.convolution import work_of
 from meshwright.ir.halo import most_rows
 from meshwright.ir.kernel import (
+    ALONE,
     AttentionSettings,
     AttentionSizes,
     ConvolutionSizes,
+    ExpertSizes,
     Kernel,
     Operand,
+    RingSizes,
     attention_of,
     in_float8,
     product_of,
@@ -82,16 +85,19 @@ class Counter:
     def kernels(self, call: Call) -> tuple[Kernel, ...]:
         """The kernels of a call. The call must not be a view."""
         in_place = "out" in call.kwargs and call.kwargs["out"] is call.args[0]
-        key = (call.target, in_place, _sizes(call.args), _sizes(tuple(call.kwargs.items())), _sizes(call.outputs))
+        ring, mask = _ring(call) if call.target in _RINGS else (ALONE, None)
+        sizes = _sizes(call.args), _sizes(tuple(call.kwargs.items())), _sizes(call.outputs)
+        key = (call.target, in_place, ring, *sizes)
         if key not in self._known:
-            self._known[key] = self._counted(call, in_place)
+            self._known[key] = self._counted(call, in_place, ring, mask)
         return self._known[key]
 
-    def _counted(self, call: Call, in_place: bool) -> tuple[Kernel, ...]:
+    def _counted(
+        self, call: Call, in_place: bool, ring: RingSizes = ALONE, mask: Tensor | None = None
+    ) -> tuple[Kernel, ...]:
         target, outputs = call.target, call.outputs
         if target in _NOTHING:
             return ()
-        ring = (call.args[-1], call.args[-3]) if target in _RINGS else (1, False)
         call = _functional(call)
         dtype = str(outputs[0].dtype).removeprefix("torch.") if outputs else ""
         read, written = num_bytes(*call.tensors), num_bytes(*outputs)
@@ -119,7 +125,7 @@ class Counter:
             *_, changed = call.tensors
             return (Kernel(kind, dtype, 0.0, read - num_bytes(call.args[0]) + 2 * num_bytes(changed)),)
         flops = self._flops(call)
-        product = _kernel(call, kind, dtype, flops * ring[0], read + written, *ring)
+        product = _kernel(call, kind, dtype, flops * ring.size, read + written, ring, mask)
         if target is aten.convolution.default:
             product = msgspec.structs.replace(product, convolution=convolution_sizes(call, "forward"))
         if target in (aten.addmm.default, aten.addmm.out):  # the bias is written first, and the product added to it
@@ -177,21 +183,45 @@ def _sizes(value: Any) -> Hashable:
     return tuple(map(_sizes, value)) if isinstance(value, tuple | list) else value
 
 
+def _ring(call: Call) -> tuple[RingSizes, Tensor | None]:
+    """The ring in which a call of attention runs, and its mask."""
+    first = 0 if call.target is ours.attention_ring.default else 1
+    query, key, value, mask = call.args[first : first + 4]
+    window, row, _, index, balanced, _, size = call.args[-7:]
+    moving = [key, value, *([mask] if mask is not None and mask.shape[-1] == key.shape[2] else [])]
+    steps = num_steps(query.shape[2], key.shape[2], size, index, row, window)
+    copied = () if balanced else tuple(tensor for tensor in moving if not tensor.is_contiguous())
+    return RingSizes(size, steps, balanced, num_bytes(*moving), num_bytes(*copied)), mask
+
+
 def _kernel(
-    call: Call, kind: str, dtype: str, flops: float, moved_bytes: int, ring: int = 1, balanced: bool = False
-) -> Kernel:
-    """The call as a single kernel. If it is a matrix product or attention, the kernel has its sizes. ``ring`` and
-    ``balanced``: as in ``AttentionSettings``."""
+    call: Call, kind: str, dtype: str, flops: float, moved_bytes: int, ring: RingSizes = ALONE,
+    mask: Tensor | None = None,
+) -> Kernel:  # fmt: skip
+    """The call as a single kernel. If it is a matrix product or attention, the kernel has its sizes. ``mask``: that of
+    attention in a ring, whose call is counted without it."""
     operands = [_operand(tensor) for tensor in call.tensors]
     product = product_of(str(call.target), kind, operands, _operand(call.outputs[0]), flops) if call.outputs else None
     attention: AttentionSizes | None = None
     if call.target in SETTINGS_AT:
         given = arguments(call)
         settings = AttentionSettings(
-            given["dropout"] > 0, given["causal"], given["window"], given["first"], given["algorithm"], ring, balanced
+            given["dropout"] > 0, given["causal"], given["window"], given["first"], given["algorithm"], ring
         )
-        attention = attention_of(kind == "attention_backward", operands, settings)
-    return Kernel(kind, dtype, flops, moved_bytes, product=product, attention=attention)
+        backward = kind == "attention_backward"
+        if mask is not None:
+            operands.insert(3 + backward, _operand(mask))
+        attention = attention_of(backward, operands, settings)
+    sizes = _expert_sizes(call) if call.target in experts.KERNELS else None
+    return Kernel(kind, dtype, flops, moved_bytes, product=product, attention=attention, experts=sizes)
+
+
+def _expert_sizes(call: Call) -> ExpertSizes:
+    backward = call.target in experts.BACKWARD
+    tokens, index, _, up, down = call.tensors[backward : backward + 5]
+    experts_here, hidden, width = map(int, up.shape)
+    inner, result = int(down.shape[2]), int(down.shape[1])
+    return ExpertSizes(len(tokens), index.numel(), experts_here, width, hidden, inner, result, backward)
 
 
 def _operand(value: Tensor) -> Operand:

@@ -238,6 +238,11 @@ def meeting() -> Meeting | None:
     return launchers.meeting_of(os.environ, timeout().total_seconds())
 
 
+def num_ranks_here() -> int:
+    """The number of ranks that the launcher has started on this machine; 0 if that is not known."""
+    return _number("LOCAL_WORLD_SIZE", "0") if launched() else 0
+
+
 def num_cores() -> int:
     """The number of cores that this process may use, by its affinity and by the quota of its control group."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -318,8 +323,7 @@ def _take_over() -> None:
 
 
 def _meet_by_mpi() -> None:
-    """Let rank 0 broadcast, through MPI, the address and port at which ranks meet. Raise a LaunchError if mpi4py is not
-    installed."""
+    """Broadcast rank 0's meeting address and port through MPI. Raise a LaunchError if mpi4py is not installed."""
     try:
         from mpi4py import MPI
     except ImportError as error:
