@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from meshwright.cost.closed_form import predict_step
 from meshwright.cost.work import Communicate, Compute, Piece, StageWork, StepWork, Wait
-from meshwright.ir.cluster import Cluster, Level
+from meshwright.ir.cluster import Cluster
 from meshwright.ir.device import Device, Kernels
+from meshwright.ir.level import Level
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.software import Software
 from meshwright.schedules.pipeline import training_schedule
