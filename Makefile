@@ -48,6 +48,8 @@ lint: $(STAMP) ## ruff, mypy and import-linter
 MODELS := models --only quality speed compiled chosen memory
 TIMED  := foundation pipelines zero models planning convolution collectives codecs large_batch
 PARITY := dry_runs "models --only parity" "convolution --only convolution-parity"
+# What `make matrix` writes.
+PRODUCTS := matrix matrix-pipelines dry_runs models-parity convolution-parity
 
 bench: $(STAMP) ## run what is timed beside peers at this commit, write its tables, and lint them (two hours on two quiet cores)
 	@rc=0; for part in foundation pipelines zero "$(MODELS)" planning "convolution --only convolution" collectives codecs large_batch; \
@@ -178,7 +180,8 @@ gpu-wheels: ## collect what `make gpu` needs beside PyTorch, for a machine witho
 
 matrix: $(STAMP) ## the tests of whole products and many random cases; every combination of techniques, and every model under every layout, against one process
 	@rc=0; $(PYTEST) -m "(product or hypothesis) and not clusters" --hypothesis-profile=matrix --timeout=3600 || rc=1; \
-	for part in matrix $(PARITY); do $(BIN)/python -m benchmarks.$$part || rc=1; done; exit $$rc
+	for part in matrix $(PARITY); do $(BIN)/python -m benchmarks.$$part || rc=1; done; \
+	$(BIN)/meshwright bench lint $(PRODUCTS:%=benchmarks/results/%.json) || rc=1; exit $$rc
 
 clean: ## remove caches and build products (.venv and runs/ stay)
 	@rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

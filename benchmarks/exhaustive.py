@@ -29,14 +29,16 @@ import meshwright as mw
 from benchmarks import report
 from benchmarks.unlike import slowed
 from meshwright.cost.closed_form import predict_step
+from meshwright.cost.fabric import Fabric
 from meshwright.cost.occupancy import peak_memory
 from meshwright.cost.optimizer import ADAMW
 from meshwright.cost.work import StepWork
 from meshwright.errors import LayoutError, MeshwrightError
-from meshwright.ir.cluster import Cluster, Level, Member
+from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import RECOMPUTE, ZERO_STAGES, Layout, Recompute
 from meshwright.ir.layout_text import layout_text
+from meshwright.ir.level import Level, Member
 from meshwright.ir.part import part_of, pools_of
 from meshwright.ir.result import Check
 from meshwright.lower.plans import PlanLowering
@@ -234,9 +236,8 @@ class EveryPlan:
         if not layout.stage_sizes:
             return work
         facts = [(own.facts[layers[0]], own.facts[layers[-1]]) for own, layers in zip(works, stages, strict=True)]
-        sizes = [(own["dp"], own["tp"]) for own in layout.stage_sizes]
         up, down = [last.up_bytes for _, last in facts], [first.down_bytes for first, _ in facts]
-        return with_transfers(work, sizes, up, down)
+        return with_transfers(work, Fabric(self.cluster, layout.mesh()), up, down)
 
 
 # --- the search -------------------------------------------------------------------------------------------------------

@@ -26,11 +26,12 @@ from meshwright.bench.repeat import alternate
 from meshwright.catalog import load_cluster
 from meshwright.comm.groups import from_every_rank
 from meshwright.emulation.slow import slow_down
-from meshwright.ir.cluster import Cluster, Level, Member
+from meshwright.ir.cluster import Cluster
 from meshwright.ir.device import Device
 from meshwright.ir.files import decode, encode_json
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout_text import layout_text
+from meshwright.ir.level import Level, Member
 from meshwright.ir.result import Scalar, Settings
 from meshwright.models import GPT, GPTConfig, language_model_loss
 from meshwright.runtime import launch

@@ -387,9 +387,9 @@ RESULTS = (
     "codecs", "consistency", "products", "message_driven", "convolution_algorithms", "data", "serving", "jobs",
     "faults", "campaign", "checkpoints", "conformance", "export", "planning", "search", "placements",
     "exhaustive", "uniform", "unlike", "alpa", "prediction", "memory", "large_batch", "lectures", "placements_truth",
-    "backend", "utilization", "ui",
+    "backend", "utilization", "ui", "dry_runs",
 )  # fmt: skip
-"""The results that docs/measured.md shows, and whose misses README lists. Both name those without a file."""
+"""The results that docs/measured.md shows, and whose misses README counts. Both name those without a file."""
 HEADLINES = (
     ("GPT, one rank", "foundation", "world size 1, GPT-S"),
     ("GPT, data parallel", "foundation", "dp2, GPT-S"),
@@ -462,7 +462,7 @@ def counts(result: Result) -> str:
 
 
 def readme() -> str:
-    """README with its table of comparisons and its list of misses."""
+    """README with its table of comparisons, and the number of missed targets of each area."""
     before, start, rest = README.read_text().partition("<!-- measured: `python docs/generate.py` -->\n")
     _, end, after = rest.partition("<!-- end -->\n")
     found = results()
@@ -484,9 +484,13 @@ def readme() -> str:
     lines += ["", f"Of all {verdicts.total()} rows {told}: [docs/measured.md](docs/measured.md)."]
     if missing():
         lines += [f"Benchmarks without a result file, whose targets are not judged yet: {', '.join(missing())}."]
-    lines += ["", "## Missed targets", "", "| target | measured |", "|---|---|"]
-    lost = [one for result in found.values() for one in result.findings if one.verdict == "fail"]
-    lines += [f"| {plain(one.target)} | {plain(one.measured)} |" for one in lost]
+    lines += ["", "## Where it loses", "", "The areas with missed targets; each link leads to their rows.", ""]
+    lines += ["| area | rows | missed | undecided |", "|---|---:|---:|---:|"]
+    for name, result in found.items():
+        area = Counter(one.verdict for one in result.findings)
+        if area["fail"]:
+            link = f"[{name.replace('_', ' ')}](docs/measured.md#{name})"
+            lines.append(f"| {link} | {area.total()} | {area['fail']} | {area['undecided']} |")
     return f"{before}{start}" + "\n".join(lines) + f"\n\n{end}{after}"
 
 

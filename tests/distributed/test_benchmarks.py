@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from torch import nn
 
@@ -241,6 +242,20 @@ def test_matrix_table_shows_failures() -> None:
     assert [row.passed for row in rows] == [True, False, False]
     last = matrix.table(rows).splitlines()[-1]
     assert last == "| MLP | SGD | whole | full | 2e-16 | **1e-03** | **failed**: ValueError: no |"
+
+
+def test_the_matrix_is_linted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed combination fails its model's check, and what ``make matrix`` writes is a result that lint reads."""
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    settings = ("SGD", "whole", "full")
+    rows = [matrix.Combination(Case(model, "dp2", *settings), 2e-16, 1e-9) for model in ("MLP", "GPT")]
+    failed = matrix.Combination(Case("MLP", "tp2", *settings), float("inf"), 1e-9, "ValueError: no")
+    found = matrix.findings([*rows, failed])
+    assert [(each.target.split(":")[0], each.verdict) for each in found] == [("MLP", "fail"), ("GPT", "pass")]
+    report.write("matrix", "The matrix", "make matrix", "", {}, found, matrix.table(rows))
+    written = files.load(tmp_path / "matrix.json", Result)
+    assert written.findings[0].notes["errors"] == {str(rows[0].case): 2e-16, str(failed.case): "ValueError: no"}
+    assert lint(msgspec.structs.replace(written, commit="")) != lint(written) == ()
 
 
 def test_a_disturbed_run_is_judged_by_its_largest_difference() -> None:

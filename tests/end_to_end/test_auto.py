@@ -487,7 +487,7 @@ def test_a_search_without_limit_says_what_it_weighs_and_that_is_all() -> None:
     assert [text.partition(";")[0].rpartition(", ")[2] for text in weighed] == [
         f"layout {number} of {count}" for number in range(1, len(weighed) + 1)
     ]
-    told = re.findall(r"; best so far: (.*), ([\d.]+) ms a step$", "\n".join(said), re.MULTILINE)
+    told = re.findall(r"; best so far: (.*), ([\d.]+) ms a step, [\d.e-]+ GiB a rank$", "\n".join(said), re.MULTILINE)
     assert len(told) >= len(said) - 1, "from the second layout on"
     assert len(set(told)) > 1
     assert [float(step) for _, step in told] == sorted((float(step) for _, step in told), reverse=True)

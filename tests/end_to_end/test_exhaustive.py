@@ -9,7 +9,7 @@ import torch
 import meshwright as mw
 from benchmarks.enumeration import Uniform, every_layout
 from benchmarks.exhaustive import gap, stages_agree
-from meshwright.ir.cluster import Level
+from meshwright.ir.level import Level
 from meshwright.ir.software import Software, Spread
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import GPT, MLP, GPTConfig, classification_loss, language_model_loss

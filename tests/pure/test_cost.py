@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.catalog import load_cluster, load_device
+from meshwright.catalog import load_cluster
 from meshwright.catalog.models import load_model
 from meshwright.cost.collective import Group, Network
 from meshwright.cost.kernels import Rates
@@ -17,6 +17,7 @@ from meshwright.cost.memory import estimate_memory, in_flight, layer_activation_
 from meshwright.cost.setup import Setup
 from meshwright.cost.step import KnownCosts, estimate_step, stage_parameters, step_pieces
 from meshwright.errors import ClusterError, LayoutError
+from meshwright.ir.cluster_names import load_device
 from meshwright.ir.software import Software
 
 A100 = load_device("a100-80gb")

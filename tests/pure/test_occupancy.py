@@ -24,8 +24,9 @@ from meshwright.cost.occupancy import (
 )
 from meshwright.cost.work import Communicate, Compute, StageWork, StepWork
 from meshwright.errors import ClusterError
-from meshwright.ir.cluster import Cluster, CollectiveTiming, Level, Operation
+from meshwright.ir.cluster import Cluster, CollectiveTiming, Operation
 from meshwright.ir.device import Condition, Device, Kernels
+from meshwright.ir.level import Level
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.schedule import Action, Schedule
 from meshwright.ir.software import Software, Spread

@@ -15,13 +15,13 @@ from meshwright.torch_private import (
     FakeTensor,
     FakeTensorMode,
     dispatch_keys,
+    make_subclass,
     throw_on_data_pointer,
     warn_on_data_pointer,
 )
 
 aten = torch.ops.aten
 _META = torch.device("meta")
-_as_subclass: Any = Tensor._make_subclass
 _PLAIN = frozenset({
     int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format
 })  # fmt: skip
@@ -108,7 +108,7 @@ class _Form:
             value = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=_META)
             if self.alias is not None:
                 value.set_(tensors[self.alias].untyped_storage(), self.offset, self.shape, self.stride)
-        fake: FakeTensor = _as_subclass(
+        fake: FakeTensor = make_subclass(
             FakeTensor, value, False, dispatch_device=True, device_for_backend_keys=self.attributes[FAKE_DEVICE]
         )
         mode = tensors[0].fake_mode

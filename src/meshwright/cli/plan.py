@@ -1,8 +1,9 @@
 """``meshwright plan``: show how a model is divided over ranks, and why, without running it."""
 
+import logging
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.table import Table
@@ -23,6 +24,11 @@ from meshwright.ir.plan import Plan
 from meshwright.ir.run import Run
 from meshwright.report.plan_difference import difference, difference_text
 from meshwright.report.program_text import program_text
+
+if TYPE_CHECKING:
+    from meshwright.api import QuickAnswer
+
+log = logging.getLogger("meshwright")
 
 EPILOG = display.examples(
     "meshwright plan gpt --dp 2 --tp 2",
@@ -210,10 +216,16 @@ def plan(
         refuse(context, OF_ONE, "--only searches for plans, and shows their costs")
         return show_searches(run, ranks, limit, only, fresh, as_json)
     with display.progress("capturing and planning") as bars, display.Interrupt(bars.say) as interrupt:
+
+        def quick(answer: "QuickAnswer") -> None:
+            interrupt.asked()  # from here on there is an answer, so Ctrl-C ends the search instead of the command
+            log.info("%s; the exact search follows", answer.text)
+
         try:
             planned = api.plan_run(
                 run, ranks, limit, lambda what: bars.say(f"planning: {what}"), rank if program else None,
-                layout_of(why_not) if why_not else None, fresh=fresh, stop=interrupt.asked, allow=allow,
+                layout_of(why_not) if why_not else None, fresh=fresh, stop=interrupt.asked, quick=quick,
+                allow=allow,
             )  # fmt: skip
         except LayoutError as error:
             if not interrupt.pressed:

@@ -362,7 +362,7 @@ class Search:
 
     def _keep(self, option: Option) -> None:
         self.found.append(option)
-        self.clock.found(option.name, option.likely_s)
+        self.clock.found(option.name, option.likely_s, option.peak_bytes)
         self._put(option.likely_s, option)
 
     def _put(self, seconds: float, entry: Entry) -> None:
