@@ -74,6 +74,40 @@ def layouts(*, all_ranks: bool) -> Iterator[Case]:
         yield Case(f"{case}", partial(oracle.subject_of, case), options, model)
 
 
+OTHER: Mapping[str, tuple[Callable[[bool], oracle.Subject], mw.Layout]] = {
+    "spatial": (oracle.lenet, mw.Layout(spatial=(2, 2))),
+    "mixed": (oracle.lenet, mw.Layout(dp=2, mixed=(2,))),
+    "sequence parallel": (oracle.one_block, mw.Layout(dp=2, tp=2, zero=1, sequence_parallel=True)),
+    "context": (oracle.one_block, mw.Layout(cp=2, tp=2)),
+    "context in a ring": (oracle.one_block, mw.Layout(dp=2, cp=2, context="ring", zero=3)),
+}
+"""Models under layouts whose axes are not those of the parity matrix."""
+SHORT: Mapping[str, mw.Layout] = {
+    "gpipe, dp2 x tp2": mw.Layout(pp=2, dp=2, tp=2, microbatches=2, schedule="gpipe", recompute="full"),
+    "1f1b, dp2": mw.Layout(pp=2, dp=2, microbatches=4, recompute="selective"),
+    "interleaved, tp2": mw.Layout(pp=2, tp=2, microbatches=4, chunks=2, schedule="interleaved"),
+    "zb-h1, dp2, zero 1": mw.Layout(pp=2, dp=2, zero=1, microbatches=4, schedule="zb-h1"),
+    "zb-h2, tp2": mw.Layout(pp=2, tp=2, microbatches=4, schedule="zb-h2"),
+    "zb-v, dp2": mw.Layout(pp=2, dp=2, microbatches=4, chunks=2, schedule="zb-v"),
+}
+"""Pipelines of a small model by several schedules."""
+
+
+def stacked_mlp() -> oracle.Subject:
+    """A small model that can be cut in 4."""
+    batch = {"inputs": torch.zeros(64, 32), "label": torch.zeros(64, dtype=torch.int64)}
+    return oracle.Subject(MLP((32, *[32] * 5, 16)), classification_loss, [batch])
+
+
+def small() -> Iterator[Case]:
+    """Small models under the axes that ``layouts`` lacks, and in pipelines. All ranks are run."""
+    short = ((name, (stacked_mlp, layout)) for name, layout in SHORT.items())
+    other = ((name, (partial(make, False), layout)) for name, (make, layout) in OTHER.items())
+    for name, (make, layout) in (*other, *short):
+        options = {"plan": layout, "optimizer": oracle.OPTIMIZERS["AdamW"], "max_grad_norm": oracle.MAX_GRAD_NORM}
+        yield Case(name, make, options, "" if name in OTHER else stacked_mlp.__name__)
+
+
 def models() -> Iterator[Case]:
     """The models of Hugging Face under the layouts in which they are compared with one process."""
     for model, name in itertools.product(hugging_face.MODELS, hugging_face.LAYOUTS):

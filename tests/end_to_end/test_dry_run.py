@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -60,7 +61,13 @@ def large() -> Iterator[object]:
         yield pytest.param(case, id=case.name, marks=() if quick else (pytest.mark.product,))
 
 
-@pytest.mark.parametrize("case", list(layouts()))
+def small() -> Iterator[object]:
+    """Small models under other axes and in pipelines, with all of their ranks."""
+    for case in dry_run_cases.small():
+        yield pytest.param(case, id=case.name)
+
+
+@pytest.mark.parametrize("case", [*layouts(), *small()])
 def test_layouts_are_clean_and_their_memory_is_predicted(case: dry_run_cases.Case) -> None:
     report = dry_run_cases.run(case)
     assert (report.findings, report.matched) == ((), True)
@@ -406,3 +413,19 @@ def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) 
     code, text = cli(capsys, ["lenet", "--cluster", "h100-dgx", "--dp", "2", "--ranks", "2", "--rank", "1", "--json"])
     report = files.decode(text.encode(), DryRun, where="stdout")
     assert (code, [each.rank for each in report.ranks], report.matched) == (0, [1], False)
+
+
+def test_the_command_runs_a_run_file_on_the_cluster_that_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "RUN.toml"
+    file.write_text(
+        '[model]\nname = "mlp"\nsizes = [64, 8, 10]\n[data]\nkind = "random"\nbatch_size = 16\n'
+        '[layout]\ndp = 8\nzero = 1\n[optimizer]\nname = "adamw"\nlr = 1e-3\n'
+    )
+    code, text = cli(capsys, [str(file), "--cluster", "h100-dgx", "--ranks", "8", "--rank", "0", "--rank", "7"])
+    assert code == 0, text
+    assert text.splitlines()[0] == "MLP on 8 x h100 (h100-dgx): dp8, zero1"
+    assert [line.split()[0] for line in text.splitlines() if line.strip()[:1].isdecimal()] == ["0", "7"]
+    assert run(["dryrun", str(file), "--cluster", "cpu-local", "--ranks", "8"]) == 2
+    assert "its device, generic-cpu, is no GPU" in capsys.readouterr().err
