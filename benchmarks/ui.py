@@ -6,12 +6,14 @@ the server alone, which other programs on the machine change little.
 
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +47,10 @@ ASKED = f"model={MODEL}&cluster={CLUSTER}&devices={RANKS}&batch={BATCH}"
 LONG = "tp=8,pp=16,chunks=2,schedule=interleaved,sequence_parallel=true"
 """A layout of 1,024 ranks whose schedule has about 12,000 actions: 16 stages, 2 chunks, 192 micro-batches, forward and
 backward."""
+MODELS = ("megatron-530b", "llama3-405b", "llama3-70b", "turing-nlg-17b", "megatron-145b", "mixtral-8x22b", MODEL)
+DEVICES = (128, 256, 384, 512, 768, 1536, 2048)
+SEQUENCES = (512, 1024, 4096, 8192)
+"""What the other what-if questions ask for, in turn."""
 PORT = 8600
 """The port in the addresses of requests that reach the server's functions without a network."""
 SETTINGS = {
@@ -57,8 +63,9 @@ SETTINGS = {
 }  # fmt: skip
 TEXT = """Seconds from an action (a click, a key, an address) to the frame in which the view's content is drawn, in a
 headless Chromium beside the server on this machine. Batches and speeds of links change from round to round, so that
-every such answer has its search. The timelines have a row for each of 1,024 ranks. CPU seconds are those of the server
-for the answer and its timeline."""
+every such answer has its search; before the other questions, links get a new speed, which is not timed. The first page
+is that of a program that was just started, in a browser that has not seen it. The timelines have a row for each of
+1,024 ranks. CPU seconds are those of the server for the answer and its timeline."""
 ANSWERED = "#answer[data-shown]:not([aria-busy])"
 
 
@@ -73,7 +80,7 @@ def answers(rounds: int) -> list[Finding]:
             page.locator("#batch").fill(str(next(batches)))
             _drawn(page, ANSWERED)
 
-        speeds = iter(1 + index / 16 for index in range(1, 4 * rounds))
+        speeds = iter(1 + index / 16 for index in range(1, 8 * rounds))
 
         def link() -> None:
             page.locator("#between").fill(str(next(speeds)))
@@ -91,6 +98,8 @@ def answers(rounds: int) -> list[Finding]:
             _drawn(page, ANSWERED)
 
         found.append(_duration("another layout of the front", "explorer", rounds, choose))
+        found += _questions(page, rounds, link)
+        found.append(_compared_layouts(page, rounds))
         page.locator("#batch").fill(str(BATCH))
         page.locator("#between").fill("1")
         page.locator("#layout").fill(LONG)
@@ -107,6 +116,89 @@ def answers(rounds: int) -> list[Finding]:
 
         found.append(_duration("the long schedule as one rank of each stage", "explorer", rounds, redraw))
         return found
+
+
+def _questions(page: "Page", rounds: int, link: Callable[[], None]) -> list[Finding]:
+    """The other what-if questions. Before each, untimed, ``link`` asks for a new speed of links, so that no answer is
+    there already; after the last, the question is as before."""
+
+    def fill(field: str, values: Sequence[int]) -> Callable[[], None]:
+        turn = cycle(values)
+
+        def act() -> None:
+            page.locator(field).fill(str(next(turn)))
+            _drawn(page, ANSWERED)
+
+        return act
+
+    models, kinds = cycle(MODELS), cycle(("full", "selective", "none", "any"))
+
+    def model() -> None:
+        page.locator("#model").select_option(label=next(models))
+        _drawn(page, ANSWERED)
+
+    def recompute() -> None:
+        page.locator(f'input[value="{next(kinds)}"]').click()
+        _drawn(page, ANSWERED)
+
+    found: list[Finding] = []
+    for what, act in (
+        ("another model", model),
+        ("other devices", fill("#devices", DEVICES)),
+        ("other sequences", fill("#seq", SEQUENCES)),
+        ("another recomputation", recompute),
+    ):
+        target = f"{what}: front, parts, memory, timeline"
+        found.append(_duration(target, "explorer", rounds, act, before=link))
+        page.goto(page.url.partition("#")[0] + "runs")
+        page.goto(page.url.removesuffix("runs") + f"#{ASKED}")
+        _drawn(page, ANSWERED)
+    page.locator("#layouts > summary").click()
+    return found
+
+
+def _compared_layouts(page: "Page", rounds: int) -> Finding:
+    """Two layouts line by line: the fastest, and one that is kept."""
+    page.locator("#pin").click()
+    page.locator('input[name="choice"]:not(:checked)').nth(2).click()
+    _drawn(page, ANSWERED)
+    here, address = page.url, page.locator("#compare").get_attribute("href")
+    home = here.partition("/#")[0]
+
+    def compare() -> None:
+        page.goto(f"{home}{address}")
+        _drawn(page, "main.compare td")
+
+    found = _duration("two layouts of 1,024 ranks line by line", "explorer", rounds, compare)
+    page.goto(here)
+    _drawn(page, ANSWERED)
+    return found
+
+
+def cold(rounds: int) -> list[Finding]:
+    """The first page of a program that has just been started: nothing is known yet. The start itself does not count."""
+    seconds = []
+    command = [sys.executable, "-m", "meshwright.cli", "ui", "--no-browser"]
+    for _ in range(rounds):
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            subprocess.Popen([*command, folder], stdout=subprocess.PIPE, text=True) as program,
+            sync_playwright() as driver,
+        ):
+            try:
+                assert program.stdout is not None
+                address = next(line.strip() for line in program.stdout if line.startswith("http://"))
+                browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+                page = browser.new_page()
+                page.set_default_timeout(120_000)
+                started = time.perf_counter()
+                page.goto(f"{address}#{ASKED}")
+                _drawn(page, ANSWERED)
+                seconds.append(time.perf_counter() - started)
+                browser.close()
+            finally:
+                program.terminate()
+    return [_found("the first page after the program's start", "explorer", seconds)]
 
 
 def server(rounds: int) -> list[Finding]:
@@ -145,7 +237,8 @@ def runs(rounds: int) -> list[Finding]:
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         _write_run(folder / "wide")
-        for number in range(RUNS - 1):
+        _write_run(folder / "other", microbatches=4)
+        for number in range(RUNS - 2):
             other = folder / f"run-{number:05d}"
             other.mkdir()
             (other / "run.toml").touch()
@@ -161,10 +254,16 @@ def runs(rounds: int) -> list[Finding]:
 
             found: list[Finding] = [_duration(f"the list of {RUNS:,} runs", "list", rounds, listed)]
             found.append(_duration(f"a run of {RANKS:,} ranks with {ACTIONS:,} spans", "run", rounds, opened))
-            return found + _timeline_findings(page, rounds, f"{RANKS:,} ranks, {ACTIONS:,} spans of a run", "run")
+            found += _timeline_findings(page, rounds, f"{RANKS:,} ranks, {ACTIONS:,} spans of a run", "run")
+
+            def compared() -> None:
+                page.goto(f"{home}/compare?old=run:wide&new=run:other")
+                _drawn(page, "main.compare td")
+
+            return [*found, _duration("the plans of two runs line by line", "run", rounds, compared)]
 
 
-PARTS: dict[str, Callable[[int], list[Finding]]] = {"server": server, "answers": answers, "runs": runs}
+PARTS: dict[str, Callable[[int], list[Finding]]] = {"server": server, "cold": cold, "answers": answers, "runs": runs}
 
 
 @contextmanager
@@ -220,13 +319,20 @@ def _next_frame(page: "Page") -> None:
 def _duration(
     what: str, settings: str, rounds: int, act: Callable[[], Any],
     clock: Callable[[], float] = time.perf_counter, limit_s: float = LIMIT_S,
+    before: Callable[[], Any] | None = None,
 ) -> Duration:  # fmt: skip
     act()  # warm
     seconds = []
     for _ in range(rounds):
+        if before is not None:
+            before()
         started = clock()
         act()
         seconds.append(clock() - started)
+    return _found(what, settings, seconds, limit_s)
+
+
+def _found(what: str, settings: str, seconds: list[float], limit_s: float = LIMIT_S) -> Duration:
     found = median(seconds)
     return Duration(
         target=f"{what}: within {limit_s:g} s",
@@ -246,9 +352,9 @@ def _num_actions(words: str) -> int:
     return len(trace.spans)
 
 
-def _write_run(folder: Path) -> None:
+def _write_run(folder: Path, microbatches: int = 1) -> None:
     """A run of 1,024 ranks, with about 10,000 measured spans and as many predicted ones."""
-    plan: Plan = msgspec.structs.replace(plan_of(Layout(dp=2)), model="synthetic")
+    plan: Plan = msgspec.structs.replace(plan_of(Layout(dp=2, microbatches=microbatches)), model="synthetic")
     each = ACTIONS // RANKS + 1
     spans = tuple(
         Span(rank, "compute", f"0{'FB'[index % 2]}{index // 2}", index + 0.001 * rank, index + 0.9 + 0.001 * rank)

@@ -432,14 +432,11 @@ def measured_page() -> str:
         "reported row is not judged. `meshwright bench lint` refuses misleading files, and files whose measured code",
         "has changed since the measurement.",
     ]
-    found = results()
-    for name in RESULTS:
-        lines += ["", f"## {name}", ""]
-        if name not in found:
-            lines.append(f"Not measured yet: `make bench-{name.replace('_', '-')}` writes its file.")
-            continue
-        result = found[name]
+    for name, result in results().items():
         lines += [
+            "",
+            f"## {name}",
+            "",
             f"{made(result)} {counts(result)} [All times](../benchmarks/results/{name}.md).",
         ]
         lines += ["", "| target | verdict | measured |", "|---|---|---|"]

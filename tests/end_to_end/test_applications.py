@@ -102,6 +102,12 @@ def test_missing_sources_of_the_library_are_named(
         run_here(monkeypatch, capsys, "function_names.py")
 
 
+def test_one_rank_is_told_how_to_start_two(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    output = run_here(monkeypatch, capsys, "exclusive_or.py")
+    said = f"one rank: nothing is split; on two: torchrun --nproc-per-node 2 {EXAMPLES / 'exclusive_or.py'}"
+    assert output.splitlines()[0] == said
+
+
 def test_a_number_of_ranks_without_a_layout_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
