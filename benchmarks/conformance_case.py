@@ -28,7 +28,8 @@ from torch.distributed import distributed_c10d
 from torch.testing._internal.common_distributed import DistTestCases
 
 from meshwright.comm.process_group.group import MeshwrightGroup
-from meshwright.comm.process_group.registration import NAME, register
+from meshwright.comm.process_group.identity import NAME
+from meshwright.comm.process_group.registration import register
 
 FOR_GLOO = bool(os.environ.get("MESHWRIGHT_FOR_GLOO"))
 

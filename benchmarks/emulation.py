@@ -16,8 +16,9 @@ from benchmarks.report import alone
 from meshwright.cost.work import Communicate, Compute, StageWork, StepWork, Wait
 from meshwright.emulation.devices import emulate
 from meshwright.emulation.stages import EmulatedStage, emulated_stages
-from meshwright.ir.cluster import Cluster, Level
+from meshwright.ir.cluster import Cluster
 from meshwright.ir.device import Device
+from meshwright.ir.level import Level
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.result import Check, Finding
 from meshwright.ir.schedule import Schedule

@@ -103,7 +103,8 @@ class Uniform:
       part. So a step takes at least ``pp / microbatches`` times, and at least once, the seconds of all kernels on one
       device, divided by the number of devices.
     - Without stages, more micro-batches only save memory: they are simulated only if fewer do not fit.
-    - Recomputation only adds work: it is simulated only where the layout does not fit without it.
+    - Recomputation only adds work: it is simulated only where the layout does not fit without it, and not if the
+      layout takes too long without it.
     - ZeRO adds work, too. It saves nothing but parts of the update, of the sums of gradients and of adding them up. So
       no ZeRO stage is faster than the step without all these.
 
@@ -147,10 +148,10 @@ class Uniform:
                 self._leave_out(group, zero, kind)
                 continue
             found = self._simulate(group, zero, RECOMPUTE[kind])
-            if found is not None and not all(step.fits for step in found[0]):
-                self._put(bound_s, group, zero, kind + 1)
-            else:
+            if found is None:
                 self.counts["left out"] += len(group) * (len(RECOMPUTE) - kind - 1)
+            else:
+                self._recompute(group, found[0], bound_s, zero, kind)
 
     def best(self) -> Step:
         """The fastest layout, with the best bucket sizes."""
@@ -194,17 +195,23 @@ class Uniform:
             self.counts["refused"] += len(group) * (len(RECOMPUTE) * (1 + len(self._zeros(group))) - 1)
             return False
         steps, plan, work = found
-        fits = all(step.fits for step in steps)
-        if fits:
-            self.counts["left out"] += len(group) * (len(RECOMPUTE) - 1)
-        else:
-            self._put(min(step.step_s for step in steps), group, 0, 1)
+        self._recompute(group, steps, 0.0, 0, 0)
         if self._zeros(group):
             lighter = StepWork(tuple(map(_unsummed, work.stages)), work.heap_factor)
             bound_s = min(self._played(plan, layout, lighter).step_s for layout in group)
             for zero in self._zeros(group):
                 self._put(bound_s - self._adding_s(plan), group, zero, 0)
-        return fits
+        return all(step.fits for step in steps)
+
+    def _recompute(self, group: Group, steps: Sequence[Step], bound_s: float, zero: ZeroStage, kind: int) -> None:
+        """Note the layouts of a group that do not fit: they may fit with the next kind of recomputation. ``steps`` are
+        those with this ``kind``. No kind is faster than the same layout without recomputation."""
+        lacking = {step.layout.schedule: step for step in steps if not step.fits}
+        left = tuple(layout for layout in group if layout.schedule in lacking)
+        if left:
+            least_s = min(step.step_s for step in lacking.values()) if kind == 0 else 0.0
+            self._put(max(bound_s, least_s), left, zero, kind + 1)
+        self.counts["left out"] += (len(group) - len(left)) * (len(RECOMPUTE) - kind - 1)
 
     def _put(self, bound_s: float, group: Group, zero: ZeroStage, kind: int) -> None:
         if kind < len(RECOMPUTE):

@@ -1,30 +1,28 @@
 """Does every combination of model, layout, optimizer, clipping and labels equal one process?
 
-Run as ``make matrix``; writes results/matrix.md and results/matrix-pipelines.md. The exit code is 1 if a combination
-does not. ``python -m benchmarks.matrix pipelines`` runs that part only.
+Run as ``make matrix``; writes results/matrix and results/matrix-pipelines (``.json`` and ``.md``). The exit code is 1
+if a combination does not. ``python -m benchmarks.matrix pipelines`` runs that part only.
 """
 
 from __future__ import annotations
 
 import itertools
-import platform
 import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import track
 
+from benchmarks import report
+from meshwright.ir.result import Finding
 from tests.distributed import oracle, pipelines
 from tests.distributed.oracle import Case, LargestErrors
 from tests.distributed.pool import Ranks, RanksFailedError
 
-RESULTS = Path(__file__).parent / "results"
 COMMAND = "make matrix"
 PLAIN_TOLERANCE = 1e-5
 """Of models that cast to float32 inside, when their casts are left as they are."""
@@ -112,7 +110,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     start = time.monotonic()
     console = Console()
     every: list[Combination] = []
-    RESULTS.mkdir(exist_ok=True)
     with Ranks() as ranks:
 
         def rows_of(
@@ -127,11 +124,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             casting = [case for case in cases if case.model.startswith("HF")]
             rows = rows_of("layouts", cases, compare, oracle.TOLERANCE)
             plain = rows_of("with casts to float32", casting, compare_with_casts_as_they_come, PLAIN_TOLERANCE)
-            (RESULTS / "matrix.md").write_text(_report(rows, plain), encoding="utf-8")
+            found = [*findings(rows), *findings(plain, " with casts as they come")]
+            report.write(
+                "matrix",
+                "Parallel equals serial: every combination",
+                COMMAND,
+                "",
+                {},
+                found,
+                _layouts_text(rows, plain),
+            )
         if "pipelines" in parts:
             small = [case for case in pipelines.every_case() if case.num_ranks <= MAX_RANKS]
             rows = rows_of("pipelines", small, compare_pipeline, oracle.TOLERANCE)
-            (RESULTS / "matrix-pipelines.md").write_text(_pipeline_report(rows), encoding="utf-8")
+            title = f"Pipelines equal one process: every combination of at most {MAX_RANKS} ranks"
+            report.write("matrix-pipelines", title, COMMAND, "", {}, findings(rows), _pipelines_text(rows))
     for row in every:
         if not row.passed:
             text = f"fail  {row.case}: {row.text} (at most {row.tolerance:.0e})"
@@ -142,20 +149,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if any(not row.passed for row in every) else 0
 
 
+def findings(rows: Sequence[Combination], how: str = "") -> list[Finding]:
+    """A check for each model: how many of its combinations equal one process, and the error or failure of each."""
+    found: list[Finding] = []
+    for model in dict.fromkeys(row.case.model for row in rows):
+        own = [row for row in rows if row.case.model == model]
+        errors = [row.error for row in own if not row.failure]
+        largest = f"; largest error {max(errors):.0e}" if errors else ""
+        found.append(
+            report.share(
+                f"{model}{how}: every combination within {own[0].tolerance:.0e} of one process",
+                sum(row.passed for row in own),
+                len(own),
+                f"{_summary(own)}{largest}",
+                {"errors": {str(row.case): row.failure or row.error for row in own}},
+            )
+        )
+    return found
+
+
 def _summary(rows: Sequence[Combination]) -> str:
     return f"{sum(row.passed for row in rows)} of {len(rows)} combinations passed"
 
 
-def _versions() -> str:
-    import transformers
-
-    return f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
-
-
-def _pipeline_report(rows: Sequence[Combination]) -> str:
-    return f"""# Pipelines equal one process: every combination of at most {MAX_RANKS} ranks
-
-{_summary(rows)}. Made by `{COMMAND}` with {_versions()}.
+def _pipelines_text(rows: Sequence[Combination]) -> str:
+    return f"""{_summary(rows)}. {_transformers()}
 
 Each cell is the largest error of {oracle.STEPS} training steps against one process of eager PyTorch in float64, as in
 matrix.md. Columns: micro-batches and what is recomputed. *beside*: data or tensor parallel of 2 beside the pipeline;
@@ -164,14 +182,11 @@ cut. Global batch {pipelines.SIZE}; optimizer, clipping and ragged labels take t
 weights, their casts to float32 widened on both sides. ResNet with batch_statistics="microbatch", against one process
 that works through the same micro-batches.
 
-{pipeline_table(rows)}
-"""
+{pipeline_table(rows)}"""
 
 
-def _report(rows: Sequence[Combination], plain: Sequence[Combination]) -> str:
-    return f"""# Parallel equals serial: every combination
-
-{_summary([*rows, *plain])}. Made by `{COMMAND}` with {_versions()}.
+def _layouts_text(rows: Sequence[Combination], plain: Sequence[Combination]) -> str:
+    return f"""{_summary([*rows, *plain])}. {_transformers()}
 
 Each cell is the largest error of {oracle.STEPS} training steps against one process of eager PyTorch in float64: over
 all ranks, of losses, metrics, gradient norms, and of all parameters and buffers afterwards; |a - b| / max(1, max|b|)
@@ -185,8 +200,13 @@ for each tensor. Bold: over the tolerance. Global batch {oracle.BATCH}; *clipped
 
 ## Tolerance {PLAIN_TOLERANCE:.0e}, casts as they come
 
-{table(plain)}
-"""
+{table(plain)}"""
+
+
+def _transformers() -> str:
+    import transformers
+
+    return f"transformers {transformers.__version__}."
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Does the predicted peak of memory meet the measured one? Models of a gibibyte and more, on two ranks.
 
 Run with ``make bench-prediction``, or as ``python -m benchmarks.memory``. Measured is the larger rank's peak over two
-steps (VmHWM, reset before) minus what was resident before the first. The exit code is 1 if a target is missed.
+steps (VmHWM, reset before) minus what was resident before the first. ``Software.heap`` was fitted on the cases FITTED,
+which are only reported; the cases HELD_OUT judge it. The exit code is 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ import gc
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
+
+import torch
 
 import meshwright as mw
 from benchmarks import report
@@ -21,14 +25,35 @@ from meshwright.cost.program import stage_held, step_work
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.result import Check, Finding
 from meshwright.lower.plans import PlanLowering
-from meshwright.models import GPT, MLP, GPTConfig, ResNet, classification_loss, language_model_loss
+from meshwright.models import (
+    GPT,
+    MLP,
+    GPTConfig,
+    ResNet,
+    UNet,
+    WideResNet,
+    classification_loss,
+    language_model_loss,
+    segmentation_loss,
+)
 from meshwright.schedules.pipeline import schedule_of
 from tests.distributed.pool import Ranks
 
 COMMAND = "python -m benchmarks.memory"
 ERROR = 0.20
 MIB = 2**20
+Part = Literal["fitted", "held out"]
 LARGE = GPTConfig(layers=4, width=512, heads=8, vocabulary=2048, sequence_length=512)
+WIDE = GPTConfig(layers=3, width=1024, heads=16, vocabulary=8192, sequence_length=256)
+
+
+def pictures(size: int, pixels: int) -> dict[str, torch.Tensor]:
+    """Pictures with a label for each pixel."""
+    generator = torch.Generator().manual_seed(1)
+    image = torch.randn(size, 3, pixels, pixels, generator=generator)
+    return {"image": image, "label": torch.randint(4, (size, pixels, pixels), generator=generator)}
+
+
 MODELS: Mapping[str, Model] = {
     "large GPT": Model(lambda: GPT(LARGE), language_model_loss, lambda: text(32, 512, 2048)),
     "large GPT, 160 sequences": Model(lambda: GPT(LARGE), language_model_loss, lambda: text(160, 512, 2048)),
@@ -38,8 +63,15 @@ MODELS: Mapping[str, Model] = {
     "large MLP": Model(
         lambda: MLP((1024, *[4096] * 6, 10)), classification_loss, lambda: samples("inputs", 32768, 1024)
     ),
+    "wide GPT": Model(lambda: GPT(WIDE), language_model_loss, lambda: text(32, 256, 8192)),
+    "large U-Net": Model(lambda: UNet(depth=3, width=32), segmentation_loss, lambda: pictures(48, 128)),
+    "large Wide-ResNet": Model(
+        lambda: WideResNet((1, 1, 1, 1), 32, classes=10),
+        classification_loss,
+        lambda: samples("image", 256, 3, 128, 128),
+    ),
 }
-CASES = [
+FITTED = [
     *cases_of(
         "large GPT",
         dp={"dp": 2},
@@ -54,6 +86,14 @@ CASES = [
     *cases_of("large ResNet", dp={"dp": 2}, gpipe={"pp": 2, "microbatches": 4, "schedule": "gpipe"}),
     *cases_of("large MLP", dp={"dp": 2}, one_f_one_b={"pp": 2, "microbatches": 4}),
 ]
+"""The cases on which ``Software.heap`` was fitted."""
+HELD_OUT = [
+    *cases_of("wide GPT", dp={"dp": 2}, tp={"tp": 2}, gpipe={"pp": 2, "microbatches": 8, "schedule": "gpipe"}),
+    *cases_of("large U-Net", dp={"dp": 2}, rows={"spatial": (2,)}, one_f_one_b={"pp": 2, "microbatches": 2}),
+    *cases_of("large Wide-ResNet", dp={"dp": 2}, gpipe={"pp": 2, "microbatches": 4, "schedule": "gpipe"}),
+]
+"""Cases of other models, which no number was fitted on."""
+CASES: list[tuple[Case, Part]] = [(case, "fitted") for case in FITTED] + [(case, "held out") for case in HELD_OUT]
 
 
 def peak_bytes(case: Case) -> int:
@@ -91,9 +131,11 @@ def predicted_peaks(case: Case, cluster: Cluster) -> list[int]:
 
 
 def memory(cluster: Cluster, only: str) -> list[Finding]:
-    """Predicted beside measured peaks, of the rank that needs most."""
+    """Predicted beside measured peaks, of the rank that needs most. Fitted cases are only reported."""
     results: list[Finding] = []
-    for case in (one for one in CASES if only in str(one)):
+    for case, part in CASES:
+        if only not in str(case):
+            continue
         with Ranks() as ranks:  # fresh processes: memory is not given back
             measured = max(ranks(case.num_ranks, peak_bytes, case, timeout=1800.0))
         predicted = max(predicted_peaks(case, cluster))
@@ -101,8 +143,8 @@ def memory(cluster: Cluster, only: str) -> list[Finding]:
         passed = abs(error) <= ERROR
         results.append(
             Check(
-                target=f"{case}: peak memory within {ERROR:.0%}",
-                verdict="pass" if passed else "fail",
+                target=f"{part}: {case}: peak memory within {ERROR:.0%}",
+                verdict="reported" if part == "fitted" else "pass" if passed else "fail",
                 measured=f"{error:+.1%}: predicted {predicted / MIB:.0f} MiB, measured {measured / MIB:.0f} MiB",
                 passed=int(passed),
                 total=1,
@@ -123,7 +165,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words = (
             "The larger rank's peak over two steps, minus what was resident before the first. Predicted with the "
             "sizes of what lives, oneDNN's copies of images, and one factor for what glibc's heap cannot use again "
-            "(`Software.heap`)."
+            "(`Software.heap`). Rows called fitted are the cases on which that factor was chosen; they are only "
+            "reported. Rows called held out judge it: other models and sizes, on which no number was fitted."
         )
         report.write("memory", "Predicted beside measured peak of memory", COMMAND, "", {}, results, words)
         print("written to benchmarks/results/memory.md and .json")

@@ -63,9 +63,10 @@ def fully_sharded(
 ) -> StepOn:
     """FSDP2: ``fully_shard`` on every block, then on what is left; the step takes this rank's part of the batch.
 
-    ``foreach`` has the optimizer work through all parameters at once, not one DTensor after the other. Without
-    ``reshard`` a block's parameters stay whole from forward to backward. With ``prefetch`` a block gathers the
-    parameters of the next two blocks, and in backward those of the two before it.
+    ``foreach`` has the optimizer work through all parameters at once, not one DTensor after the other. (PyTorch 2.13
+    has no fused SGD over DTensors: ``aten._fused_sgd_`` has no sharding strategy.) Without ``reshard`` a block's
+    parameters stay whole from forward to backward. With ``prefetch`` a block gathers the parameters of the next two
+    blocks, and in backward those of the two before it.
     """
     mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
     blocks = [fully_shard(block, mesh=mesh, reshard_after_forward=reshard) for block in model.blocks]

@@ -44,6 +44,12 @@ COMMAND = "make bench-pipelines"
 ROUNDS, STEPS = 31, 3
 """Several steps in a round: as in training, a step follows a step of the same program."""
 OURS, PEER = "meshwright", "torch.distributed.pipelining"
+PEERS: dict[str, dict[str, bool]] = {
+    PEER: {},
+    f"{PEER}, foreach optimizer": {"foreach": True},
+    f"{PEER}, fused optimizer": {"fused": True},
+}
+"""The settings of the peer's optimizer; the fastest counts. The peer never returns its outputs."""
 SEQUENCES = 2
 """Sequences in a micro-batch."""
 LIMIT, MEMORY_LIMIT, THROUGHPUT, LIVE = 0.95, 1.0, 1.6, 0.15
@@ -110,8 +116,8 @@ def _batch(case: Case) -> dict[str, Tensor]:
     return {"tokens": text[:, :-1].contiguous(), "targets": text[:, 1:].contiguous()}
 
 
-def _sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+def _sgd(parameters: Any, **options: bool) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, **options)
 
 
 def our_step(case: Case) -> Step:
@@ -121,8 +127,8 @@ def our_step(case: Case) -> Step:
     return lambda: trainer.step(batch)
 
 
-def torch_step(case: Case) -> Step:
-    """A step of torch.distributed.pipelining, as its documentation advises."""
+def torch_step(case: Case, **options: bool) -> Step:
+    """A step of torch.distributed.pipelining, as its documentation advises. ``options`` are the optimizer's."""
     rank, batch = dist.get_rank(), _batch(case)
     count = 2 * case.chunks
     model = _model(case.config)
@@ -138,7 +144,7 @@ def torch_step(case: Case) -> Step:
     else:
         kind = ScheduleGPipe if case.schedule == "gpipe" else Schedule1F1B
         schedule = kind(stages[0], case.microbatches, loss_fn=loss_fn)
-    optimizer = _sgd([value for part in parts.values() for value in part.parameters()])
+    optimizer = _sgd([value for part in parts.values() for value in part.parameters()], **options)
 
     def step() -> Tensor:
         optimizer.zero_grad()
@@ -157,7 +163,7 @@ def torch_step(case: Case) -> Step:
 
 def measure(case: Case, rounds: int, steps: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Seconds a step by side and round; the first losses, which the last rank has."""
-    sides = {OURS: our_step(case), PEER: torch_step(case)}
+    sides = {OURS: our_step(case)} | {name: torch_step(case, **options) for name, options in PEERS.items()}
     losses = {side: [float(step().detach()) for _ in range(3)] for side, step in sides.items()}
     return alternate(sides, rounds=rounds, steps=steps), from_every_rank(losses)[-1]
 
@@ -331,8 +337,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.only:
         text = (
             f"{report.how(options.rounds, options.steps)} GPT-S with its own head, "
-            f"{SEQUENCES} sequences a micro-batch, float32, one thread a rank. Memory: 4 layers, 512 wide, sequence "
-            "512; the larger rank's peak over two steps, minus what was resident before."
+            f"{SEQUENCES} sequences a micro-batch, float32, one thread a rank. The peer returns no outputs, and runs "
+            "with its optimizer's plain, `foreach` and `fused` kernels; the fastest counts. Memory: 4 layers, 512 "
+            "wide, sequence 512; the larger rank's peak over two steps, minus what was resident before."
         )
         timed = (
             "A training step: zero_grad, forward, loss, backward, SGD with momentum 0.9, float32; by turns, "

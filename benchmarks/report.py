@@ -42,11 +42,13 @@ def judged(
     steps: int,
     losses: Mapping[str, Sequence[float]],
     loss_spread: float | None = None,
+    busy_cores: float = 0.0,
 ) -> Comparison:
     """Our seconds over those of the peer with the least median, which must be at most ``limit``.
 
-    More ranks than cores are only reported. Losses that differ by more than ``loss_spread`` (None: by anything) fail,
-    whatever the ratio: the sides compute different things.
+    More ranks than cores are only reported, unless they sleep and together keep only ``busy_cores`` busy. Losses that
+    differ by more than ``loss_spread`` (None: by anything) fail, whatever the ratio: the sides compute different
+    things.
     """
     run = new_run()
     series = {
@@ -56,7 +58,7 @@ def judged(
     peers = [name for name in seconds if name != ours]
     fastest = min(peers, key=lambda name: series[name].value_s)
     found = ratio(seconds[ours], seconds[fastest])
-    verdict: Verdict = "reported" if num_ranks > num_cores() else at_most(found, limit)
+    verdict: Verdict = "reported" if (busy_cores or num_ranks) > num_cores() else at_most(found, limit)
     measured = f"{found}: {ms(series[ours].value_s)} against {ms(series[fastest].value_s)} ({fastest})"
     if loss_spread is not None:
         spread = float(np.ptp(np.array(list(losses.values())), axis=0).max())

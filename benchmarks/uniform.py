@@ -32,9 +32,10 @@ import meshwright as mw
 from benchmarks import report
 from benchmarks.enumeration import Uniform
 from benchmarks.search import of_tokens
-from meshwright.ir.cluster import Cluster, Member
+from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout_text import layout_text
+from meshwright.ir.level import Member
 from meshwright.ir.result import Check, Finding, Settings
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import GPT, GPTConfig, WideResNet, classification_loss, language_model_loss

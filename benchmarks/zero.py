@@ -126,6 +126,9 @@ FSDP: Peers = {
     "fully_shard per block, foreach": partial(peers.fully_sharded, foreach=True),
     "fully_shard per block, foreach, prefetch": partial(peers.fully_sharded, foreach=True, prefetch=True),
     "fully_shard per block, foreach, whole until backward": partial(peers.fully_sharded, foreach=True, reshard=False),
+    "fully_shard per block, foreach, whole until backward, prefetch": partial(
+        peers.fully_sharded, foreach=True, reshard=False, prefetch=True
+    ),
 }
 
 
@@ -364,7 +367,8 @@ def settings() -> dict[str, Settings]:
 def write(results: Sequence[Finding], rounds: int, steps: int) -> None:
     """``results/zero.json`` and ``.md``."""
     words = f"""{report.how(rounds, steps)} All run over gloo, with one thread a rank. A step is zero_grad, forward,
-loss, backward and SGD with momentum 0.9, in float32, without clipping. Of a peer's several settings the fastest counts.
+loss, backward and SGD with momentum 0.9, in float32, without clipping. Of a peer's several settings the fastest counts;
+PyTorch's fused SGD is among those of DistributedDataParallel, and does not take the DTensors of fully_shard.
 Beside bfloat16, float32 is Meshwright's own; a CPU that emulates bfloat16 is measured in 5 rounds of 1 step.
 All sides give the same losses to {LOSS_SPREAD}, but for AlexNet and VGG, which draw other dropout; GoogLeNet's to
 {ROUNDED}, for float32 rounds through 57 batch norms over few samples. Batch norm takes statistics of each rank's

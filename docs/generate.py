@@ -385,11 +385,11 @@ def option_text(parameter: Any) -> str:
 RESULTS = (
     "foundation", "pipelines", "zero", "models", "models-parity", "convolution", "convolution-parity", "collectives",
     "codecs", "consistency", "products", "message_driven", "convolution_algorithms", "data", "serving", "jobs",
-    "faults", "campaign", "checkpoints", "conformance", "export", "planning", "uniform", "unlike", "prediction",
-    "memory", "large_batch", "lectures", "placements_truth", "backend", "utilization",
-    "ui",
+    "faults", "campaign", "checkpoints", "conformance", "export", "planning", "search", "placements",
+    "exhaustive", "uniform", "unlike", "alpa", "prediction", "memory", "large_batch", "lectures", "placements_truth",
+    "backend", "utilization", "scaling", "course", "ui", "dry_runs", "applications", "pieces",
 )  # fmt: skip
-"""The results that docs/measured.md shows, and whose misses README lists."""
+"""The results that docs/measured.md shows, and whose misses README counts. Both name those without a file."""
 HEADLINES = (
     ("GPT, one rank", "foundation", "world size 1, GPT-S"),
     ("GPT, data parallel", "foundation", "dp2, GPT-S"),
@@ -410,7 +410,12 @@ _FOLDER = HERE.parent / "benchmarks" / "results"
 
 def results() -> dict[str, Result]:
     """All result files, by name."""
-    return {name: files.load(_FOLDER / f"{name}.json", Result) for name in RESULTS}
+    return {name: files.load(_FOLDER / f"{name}.json", Result) for name in RESULTS if name not in missing()}
+
+
+def missing() -> list[str]:
+    """The results that have no file, because their benchmark did not run yet."""
+    return [name for name in RESULTS if not (_FOLDER / f"{name}.json").exists()]
 
 
 def measured_page() -> str:
@@ -427,15 +432,21 @@ def measured_page() -> str:
         "reported row is not judged. `meshwright bench lint` refuses misleading files, and files whose measured code",
         "has changed since the measurement.",
     ]
-    for name, result in results().items():
+    found = results()
+    for name in RESULTS:
+        lines += ["", f"## {name}", ""]
+        if name not in found:
+            lines.append(f"Not measured yet: `make bench-{name.replace('_', '-')}` writes its file.")
+            continue
+        result = found[name]
         lines += [
-            "",
-            f"## {name}",
-            "",
             f"{made(result)} {counts(result)} [All times](../benchmarks/results/{name}.md).",
         ]
         lines += ["", "| target | verdict | measured |", "|---|---|---|"]
         lines += [f"| {plain(one.target)} | {one.verdict} | {plain(one.measured)} |" for one in result.findings]
+    if missing():
+        lines += ["", "## Not measured", "", "These benchmarks have not been run for a result file yet.", ""]
+        lines += [f"- {name}: `python -m benchmarks.{name}`" for name in missing()]
     return "\n".join(lines) + "\n"
 
 
@@ -454,7 +465,7 @@ def counts(result: Result) -> str:
 
 
 def readme() -> str:
-    """README with its table of comparisons and its list of misses."""
+    """README with its table of comparisons, and the number of missed targets of each area."""
     before, start, rest = README.read_text().partition("<!-- measured: `python docs/generate.py` -->\n")
     _, end, after = rest.partition("<!-- end -->\n")
     found = results()
@@ -474,9 +485,15 @@ def readme() -> str:
     told = f"{verdicts['pass']} pass, {verdicts['fail']} fail, {verdicts['undecided']} are undecided, "
     told += f"{verdicts['reported']} are only reported"
     lines += ["", f"Of all {verdicts.total()} rows {told}: [docs/measured.md](docs/measured.md)."]
-    lines += ["", "## Missed targets", "", "| target | measured |", "|---|---|"]
-    lost = [one for result in found.values() for one in result.findings if one.verdict == "fail"]
-    lines += [f"| {plain(one.target)} | {plain(one.measured)} |" for one in lost]
+    if missing():
+        lines += [f"Benchmarks without a result file, whose targets are not judged yet: {', '.join(missing())}."]
+    lines += ["", "## Where it loses", "", "The areas with missed targets; each link leads to their rows.", ""]
+    lines += ["| area | rows | missed | undecided |", "|---|---:|---:|---:|"]
+    for name, result in found.items():
+        area = Counter(one.verdict for one in result.findings)
+        if area["fail"]:
+            link = f"[{name.replace('_', ' ')}](docs/measured.md#{name})"
+            lines.append(f"| {link} | {area.total()} | {area['fail']} | {area['undecided']} |")
     return f"{before}{start}" + "\n".join(lines) + f"\n\n{end}{after}"
 
 

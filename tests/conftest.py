@@ -31,6 +31,7 @@ sys.dont_write_bytecode = False
 COLLECT_AFTER = 50_000, 20, 20
 """Thresholds of garbage collections. By default Python looks for garbage each time that 700 objects are new: captures
 and plans make millions, nearly all of which live on, and looking takes a tenth of their time."""
+gc.set_threshold(*COLLECT_AFTER)
 settings.load_profile(PROFILE)  # pytest --hypothesis-profile loads another, later
 
 
@@ -46,7 +47,6 @@ def pytest_collection_finish() -> None:
     """Exclude all that is imported from garbage collections, which would walk through it again and again."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*COLLECT_AFTER)
 
 
 @pytest.fixture(scope="session")

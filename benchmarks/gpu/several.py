@@ -48,6 +48,7 @@ def layouts(ranks: int) -> dict[str, mw.Layout]:
     found = {
         "dp": mw.Layout(dp=ranks),
         "tp": mw.Layout(tp=2),
+        "tp, sequence parallel": mw.Layout(tp=2, sequence_parallel=True),
         "pp": mw.Layout(pp=2, microbatches=4),
         "dp, zero 3": mw.Layout(dp=ranks, zero=3),
         "cp": mw.Layout(cp=2),

@@ -74,7 +74,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     def changed(match: re.Match[str]) -> str:
         target = resolved(path, match[2])
         added = site_path(target) if target is not None else None
-        if added is None and target is not None and path == "README.md":
+        if added is None and target is not None and not path.startswith("docs/"):
             added = target.removeprefix("docs/")
         return match[0] if added is None else f"{match[1]}{posixpath.relpath(added, here or '.')}{match[3]}"
 

@@ -1,12 +1,15 @@
 """The private parts of PyTorch that Meshwright uses. They are in one module, so that a new version of PyTorch is easy
 to check.
 
-Inductor is imported on first use, because the import takes a second. Attributes of public objects that begin with an
-underscore (``Tensor._version``, ``Module._parameters``, ``OpOverload._schema``) are read where they are needed.
+A missing name is found when this module is imported. Only Inductor, symmetric memory and checkpoints are imported on
+first use, because these imports take a second. Attributes of objects that begin with an underscore
+(``tensor._version``, ``module._parameters``, ``operator._schema``) are read where they are needed.
 """
 
 import functools
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +17,8 @@ import torch
 
 try:
     from torch import _amp_foreach_non_finite_check_and_unscale_ as unscale_and_check
+    from torch import _amp_update_scale_ as update_scale
+    from torch import _scaled_mm as scaled_mm
     from torch._C import DisableTorchFunction as DisableTorchFunction
     from torch._C import _DisableTorchDispatch as DisableTorchDispatch
     from torch._C import _dispatch_has_kernel_for_dispatch_key as has_kernel
@@ -31,14 +36,21 @@ try:
     from torch.autograd import _profiler_enabled as is_profiling
     from torch.autograd import _record_function_with_args_enter as record_begin
     from torch.autograd import _record_function_with_args_exit as record_end
+    from torch.cuda import _sleep as keep_gpu_busy
     from torch.distributed.distributed_c10d import _get_object_coll_device as _device_of_objects
     from torch.distributed.distributed_c10d import _resolve_process_group as resolve_process_group
+    from torch.nn.modules import transformer as _transformer
+    from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+    from torch.nn.modules.dropout import _DropoutNd as Dropout
+    from torch.nn.modules.transformer import _detect_is_causal_mask
     from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
     from torch.utils import _pytree as pytree
     from torch.utils import checkpoint as _checkpoint
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
     from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
-except ImportError as error:
+
+    make_subclass: Any = torch.Tensor._make_subclass
+except (ImportError, AttributeError) as error:
     raise ImportError(
         f"Meshwright works with PyTorch 2.13 to 2.15; this is {torch.__version__}, which lacks an internal: {error}"
     ) from error
@@ -54,11 +66,12 @@ CHECKPOINT_GENERATORS = tuple(
 2.15."""
 __all__ = [
     "CHECKPOINT_GENERATORS", "FAKE_DEVICE",
-    "DisableTorchDispatch", "DisableTorchFunction", "EnableTorchFunction", "FakeStore", "FakeTensor",
-    "FakeTensorMode", "OpOverload", "TorchDispatchMode", "UnsupportedOperatorException", "Work",
+    "BatchNorm", "DisableTorchDispatch", "DisableTorchFunction", "Dropout", "EnableTorchFunction", "FakeStore",
+    "FakeTensor", "FakeTensorMode", "OpOverload", "TorchDispatchMode", "UnsupportedOperatorException", "Work",
     "device_of_objects", "disable_current_modes", "dispatch_keys", "dump_flight_recorder", "enable_symmetric_memory",
-    "has_kernel", "inductor", "is_profiling", "pytree", "record_begin", "record_end", "resolve_process_group",
-    "sequence_number", "throw_on_data_pointer", "unscale_and_check", "warn_on_data_pointer",
+    "has_kernel", "inductor", "is_profiling", "keep_gpu_busy", "make_subclass", "pytree", "record_begin", "record_end",
+    "resolve_process_group", "scaled_mm", "sequence_number", "storage_info", "throw_on_data_pointer",
+    "unread_masks", "unscale_and_check", "update_scale", "warn_on_data_pointer",
 ]  # fmt: skip
 
 
@@ -74,6 +87,25 @@ def enable_symmetric_memory(group_name: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # newer versions of PyTorch need no such call
         enable_symm_mem_for_group(group_name)
+
+
+def storage_info(file: str, offset: int, length: int) -> Any:
+    """The place of a tensor's bytes, as torch.distributed.checkpoint's index holds it."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, offset, length)
+
+
+@contextmanager
+def unread_masks() -> Iterator[None]:
+    """Inside the context, torch.nn's transformer layers do not test whether a mask is causal, because this test reads
+    the mask's values. The mask is causal if the caller passes ``is_causal=True``."""
+    layers: Any = _transformer
+    layers._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
+    try:
+        yield
+    finally:
+        layers._detect_is_causal_mask = _detect_is_causal_mask
 
 
 def dump_flight_recorder() -> str:

@@ -6,6 +6,7 @@
     unbatched messages of two ranks share one communicator        one for each pair of ranks in a group
     collectives and batches of a group share one communicator     one for each group
     a batch is one operation, whose messages progress together    its messages run side by side; it ends with the last
+    coalesced collectives are one operation                       they run in order; it ends with the last
     a wait holds the rank's later kernels and operations          the program waits
 
 gloo carries the bytes. Within a group of its own, its messages have tags by communicator, so that they do not mix.
@@ -151,17 +152,35 @@ class LawfulGroup(NamedGroup):
         return self._collective("allgather", outputs, inputs)
 
     def all_gather_single(self, output: Tensor, value: Tensor, opts: Any = None) -> LawfulWork:
-        return self._collective("allgather", [list(output.view(self.size(), -1))], [value.reshape(-1)])
+        return self._start((), partial(self._gather, output, value))
 
     def reduce_scatter_single(self, output: Tensor, value: Tensor, opts: Any = None) -> LawfulWork:
+        return self._start((), partial(self._scatter_sum, output, value, opts.reduceOp))
+
+    def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> LawfulWork:
+        return self._as_one([partial(self._gather, *pair) for pair in zip(outputs, inputs, strict=True)])
+
+    def reduce_scatter_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> LawfulWork:
+        return self._as_one([partial(self._scatter_sum, *pair) for pair in zip(outputs, inputs, strict=True)])
+
+    def _as_one(self, runs: Sequence[Run]) -> LawfulWork:
+        """Start several collectives as one operation."""
+
         def run() -> None:
-            total = value.clone()
-            options = dist.AllreduceOptions()
-            options.reduceOp = opts.reduceOp
-            self._gloo.allreduce([total], options).wait()
-            output.copy_(total.view(self.size(), *output.shape)[self.rank()])
+            for each in runs:
+                each()
 
         return self._start((), run)
+
+    def _gather(self, output: Tensor, value: Tensor) -> None:
+        self._gloo.allgather([list(output.view(self.size(), -1))], [value.reshape(-1)]).wait()
+
+    def _scatter_sum(self, output: Tensor, value: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+        total = value.clone()
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        self._gloo.allreduce([total], options).wait()
+        output.copy_(total.view(self.size(), *output.shape)[self.rank()])
 
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
 

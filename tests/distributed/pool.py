@@ -45,10 +45,12 @@ import torch.distributed as dist
 
 MAX_RANKS = 8
 HOST = "127.0.0.1"
-STOP = b""
+STOP, LEAVE = b"", b"leave"
+"""Messages to ranks instead of a call: the end, and that all ranks have answered the last call."""
 PRELOAD = [
     "torch", "torch.distributed", "torch.distributed.checkpoint", "torch._dynamo", "hypothesis", "pytest",
-    "transformers.models.gpt2.modeling_gpt2", "meshwright.api", "meshwright.comm.mail", "meshwright.models",
+    "transformers.models.gpt2.modeling_gpt2", "sklearn.datasets", "meshwright.api", "meshwright.comm.mail",
+    "meshwright.models",
 ]  # fmt: skip
 """What ranks find imported: a server does it once, and every rank starts as a fork of it."""
 START_TIMEOUT_S = 120.0
@@ -141,7 +143,11 @@ class Ranks:
             for pipe in self._pipes[:num_ranks]:
                 with suppress(BrokenPipeError):  # it died since the last call, and collecting says so
                     pipe.send_bytes(message)
-            return self._collect(f"{fn.__module__}.{fn.__qualname__}", range(num_ranks), timeout)
+            values = self._collect(f"{fn.__module__}.{fn.__qualname__}", range(num_ranks), timeout)
+            for pipe in self._pipes[:num_ranks]:  # a thread of gloo would wake up 100 times a second
+                with suppress(BrokenPipeError):
+                    pipe.send_bytes(LEAVE)
+            return values
         except RanksFailedError:
             raise
         except BaseException:  # Ctrl-C, or the test's own time limit: the ranks are still at work
@@ -256,14 +262,17 @@ def _serve(pipe: Connection, rank: int, port: int, stack_file: Path) -> None:
         faulthandler.register(signal.SIGUSR2, file=stacks)  # training itself listens to SIGUSR1
         pipe.send_bytes(pickle.dumps(Outcome()))
         while (message := pipe.recv_bytes()) != STOP:
-            pipe.send_bytes(_answer(message, rank, store))
+            if message == LEAVE:
+                _leave_group()
+            else:
+                pipe.send_bytes(_answer(message, rank, store))
         _leave_group()
 
 
 def _answer(message: bytes, rank: int, store: dist.Store) -> bytes:
     """The pickled Outcome of one call."""
     try:
-        _leave_group()  # the last call's: only now has every rank answered it, so that nobody loses what is under way
+        _leave_group()  # of a call that failed
         call = pickle.loads(message)
         assert isinstance(call, Call)
         os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(call.num_ranks)

@@ -21,9 +21,10 @@ from torch import Tensor
 from benchmarks import conformance
 from meshwright.comm.process_group import links
 from meshwright.comm.process_group.group import MeshwrightGroup
+from meshwright.comm.process_group.identity import NAME
 from meshwright.comm.process_group.in_order import Collective, InOrder
 from meshwright.comm.process_group.other_devices import OtherDevices
-from meshwright.comm.process_group.registration import NAME, register
+from meshwright.comm.process_group.registration import register
 from meshwright.comm.process_group.tensors import shares_elements
 from meshwright.comm.process_group.work import GroupError, LostInGroupError
 from meshwright.comm.transport.base import MESSAGE_BYTES

@@ -17,7 +17,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from meshwright.comm.process_group.registration import NAME, register
+from meshwright.comm.process_group.identity import NAME
+from meshwright.comm.process_group.registration import register
 from tests.distributed.pool import Ranks
 
 STEPS = 3

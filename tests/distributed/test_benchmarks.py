@@ -8,16 +8,30 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from torch import nn
 
 import meshwright as mw
-from benchmarks import foundation, kills, large_batch, matrix, pipelines, prediction, report, zero
+from benchmarks import (
+    course,
+    foundation,
+    kills,
+    large_batch,
+    matrix,
+    pipelines,
+    prediction,
+    report,
+    scaling,
+    search,
+    zero,
+)
 from meshwright import models
 from meshwright.bench.lint import lint
 from meshwright.bench.repeat import WARMUP_STEPS, alternate
+from meshwright.bench.scaling import EAGER, OURS, LaunchTimes, findings, name_of
 from meshwright.ir import files
-from meshwright.ir.result import Result
+from meshwright.ir.result import Machine, Result, Scaling, Settings
 from meshwright.ir.statistics import ratio, ratio_of_medians
 from meshwright.models import GPT, GPTConfig
 from tests.distributed.oracle import Case
@@ -197,6 +211,93 @@ def test_what_benchmarks_write_is_honest(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert not (tmp_path / "none.json").exists()
 
 
+def test_searches_are_judged_by_as_many_rounds_as_lint_asks_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The times of processes are given: first 5 % below every limit, then far above."""
+    limits = {case.name: case.limit_s for case in search.CASES}
+
+    def in_a_process(option: str, name: str) -> dict[str, Any]:
+        seconds = 0.95 * limits[name] if option == "--case" else 10.0
+        return {"seconds": seconds, "captured_s": 1.0, "peak_bytes": 2**30, "layout": "dp8", "step_s": 1.0}
+
+    monkeypatch.setattr(search, "in_a_process", in_a_process)
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(report, "COMMIT", "0123456789ab")
+    search.write(list(search.findings(search.ROUNDS, ())))
+    written = files.load(tmp_path / "search.json", Result)
+    assert lint(written) == ()
+    assert [finding.verdict for finding in written.findings] == ["pass"] * (len(search.CASES) + 2)
+    with pytest.raises(ValueError, match="repetitions"):
+        search.write(list(search.findings(search.ROUNDS - 1, ())))
+    limits = dict.fromkeys(limits, 1000.0)
+    assert {one.verdict for one in search.findings(1, [search.CASES[0].name])} == {"fail"}
+
+
+def scaled(kind: str, counts: list[int]) -> Result:
+    """What ``bench.scaling.scaling`` returns if n ranks make n steps in the time in which one rank makes 1.25."""
+    grows = {count: count if kind != "strong" else 1 for count in counts}
+    launches = {
+        count: [
+            LaunchTimes(
+                seconds={side: [1.25 * grows[count] / count] * 5 for side in ([OURS, EAGER] if count == 1 else [OURS])},
+                losses={side: [2.0] for side in (OURS, EAGER)},
+                parameters=10 * (grows[count] if kind == "model" else 1),
+                flops=float(grows[count]), items=8 * (grows[count] if kind == "batch" else 1), unit="tok",
+            )
+        ]
+        for count in counts
+    }  # fmt: skip
+    batches = {count: 8 * grows[count] if kind == "batch" else 8 for count in counts}
+    settings = {
+        name_of(count): Settings(dtype="float32", ranks=count, threads=1, sizes={"batch": batches[count]})
+        for count in counts
+    }
+    return Result(
+        date="2026-01-01", name=f"scaling-{kind}", command="", machine=Machine(cpu="c", cores=2), versions={},
+        timed="a step", settings=settings, findings=findings(kind, batches, launches, 1),
+    )  # fmt: skip
+
+
+def test_scaling_is_kept_by_kind_and_ranks_that_share_cores_are_marked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(scaling, "scaling", lambda run, kind, counts, **_: scaled(kind, list(counts)))
+    monkeypatch.setattr(scaling, "num_cores", lambda: 2)
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(report, "COMMIT", "0123456789ab")  # tests may run outside of a checkout
+    assert scaling.main([]) == 0
+    written = files.load(tmp_path / "scaling.json", Result)
+    assert lint(written) == ()
+    points = [finding for finding in written.findings if isinstance(finding, Scaling)]
+    assert [finding.target for finding in points] == [
+        "strong scaling to 2 ranks: the same step",
+        "strong scaling to 4 ranks: the same step (4 ranks share 2 cores)",
+        "batch scaling to 2 ranks: the batch grows with the ranks",
+        "batch scaling to 4 ranks: the batch grows with the ranks (4 ranks share 2 cores)",
+        "model scaling to 2 ranks: the model grows with the ranks",
+        "model scaling to 4 ranks: the model grows with the ranks (4 ranks share 2 cores)",
+    ]
+    assert {finding.verdict for finding in written.findings} == {"reported"}
+    assert written.settings_of(points[3].points[1].series).sizes["batch"] == 32
+    assert [finding.measured.split(" (")[0] for finding in points[:2]] == ["speed-up 2.00", "speed-up 4.00"]
+    table = (tmp_path / "scaling.md").read_text()
+    assert "| model | 4, sharing 2 cores | 8 | 40 | 1250.0 ms | 4.00 (4.00 to 4.00) | 100% |" in table
+
+
+def test_experiments_of_the_course_are_programs_that_run_as_their_chapter_says() -> None:
+    assert len(course.CHAPTERS) == 12
+    on_two = set()
+    for name, page in course.CHAPTERS.items():
+        program, starts_two = course.experiment(page)
+        compile(program, name, "exec")
+        assert program in page.read_text()
+        on_two |= {name} if starts_two else set()
+    assert "02-data-parallelism" in on_two
+    assert "03-all-reduce" not in on_two
+    assert [course.finding("all", "all", seconds, 60.0).verdict for seconds in (59.0, 60.0)] == ["reported", "fail"]
+
+
 def test_a_duration_of_one_run_can_fail_but_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     def verdict(code: int, limit_s: float) -> str:
         monkeypatch.setitem(foundation.LIMITS_S, "make demo", limit_s)
@@ -218,6 +319,20 @@ def test_matrix_table_shows_failures() -> None:
     assert [row.passed for row in rows] == [True, False, False]
     last = matrix.table(rows).splitlines()[-1]
     assert last == "| MLP | SGD | whole | full | 2e-16 | **1e-03** | **failed**: ValueError: no |"
+
+
+def test_the_matrix_is_linted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed combination fails its model's check, and what ``make matrix`` writes is a result that lint reads."""
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    settings = ("SGD", "whole", "full")
+    rows = [matrix.Combination(Case(model, "dp2", *settings), 2e-16, 1e-9) for model in ("MLP", "GPT")]
+    failed = matrix.Combination(Case("MLP", "tp2", *settings), float("inf"), 1e-9, "ValueError: no")
+    found = matrix.findings([*rows, failed])
+    assert [(each.target.split(":")[0], each.verdict) for each in found] == [("MLP", "fail"), ("GPT", "pass")]
+    report.write("matrix", "The matrix", "make matrix", "", {}, found, matrix.table(rows))
+    written = files.load(tmp_path / "matrix.json", Result)
+    assert written.findings[0].notes["errors"] == {str(rows[0].case): 2e-16, str(failed.case): "ValueError: no"}
+    assert lint(msgspec.structs.replace(written, commit="")) != lint(written) == ()
 
 
 def test_a_disturbed_run_is_judged_by_its_largest_difference() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -99,8 +101,13 @@ def test_a_parameter_that_stages_of_other_sizes_share_is_whole_in_all(sizes: tup
 # --- predicted -------------------------------------------------------------------------------------------------------
 
 
+@cache
+def _graph() -> mw.Graph:
+    return mw.capture(_model(), language_model_loss, _batch(0))
+
+
 def _work(layout: mw.Layout) -> tuple[mw.Plan, StepWork]:
-    graph = mw.capture(_model(), language_model_loss, _batch(0))
+    graph = _graph()
     plan = plan_layout(
         graph, layout, world_size=4, cluster=FOUR, ask=Ask(lower=PlanLowering(graph), fits_buckets=False)
     )
@@ -152,8 +159,8 @@ def test_a_slow_rank_holds_up_the_ranks_of_its_own_stage(fold: bool) -> None:
 
 @pytest.mark.parametrize(("sizes", "up", "down"), [(SIZES[0], 4096, 2048), (SIZES[1], 2048, 4096)], ids=str)
 def test_bytes_between_unlike_stages(sizes: tuple[dict[str, int], ...], up: int, down: int) -> None:
-    """A micro-batch of 4 x 8 x 16 float64 is 4096 bytes. Every rank sends half of it to one rank. Ranks of tp=2 then
-    exchange their halves, because each needs all of it."""
+    """A micro-batch of 4 x 8 x 16 float64 is 4096 bytes. A rank of dp=2 sends its half to both ranks of tp=2, because
+    the latency of a gather is longer than the time of 2048 bytes. A rank of tp=2 sends a half to one rank."""
     _, work = _work(mw.Layout(pp=2, microbatches=2, stage_sizes=sizes, **sizes[0]))  # type: ignore[arg-type]
     assert (work.stages[0].sent_up_bytes, work.stages[1].sent_down_bytes) == (up, down)
 

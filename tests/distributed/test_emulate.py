@@ -14,8 +14,9 @@ from meshwright.emulation.devices import emulate
 from meshwright.emulation.slow import slow_down, stretch
 from meshwright.emulation.stages import Doing, EmulatedStage, emulated_stages
 from meshwright.errors import LayoutError, RankError, ScheduleError
-from meshwright.ir.cluster import Cluster, Level
+from meshwright.ir.cluster import Cluster
 from meshwright.ir.device import Device
+from meshwright.ir.level import Level
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.schedule import ActionList, Schedule
 from meshwright.ir.trace import Trace

@@ -18,9 +18,9 @@ import pytest
 
 from meshwright.cli import run
 from meshwright.comm import pytorch_flight
-from meshwright.comm.flight_recorder import FlightRecorder
 from meshwright.comm.stacks import SignalledStacks, demand, last_stack, main_stack
 from meshwright.comm.transport.connections import Connection, connections, described
+from meshwright.comm.transport.flight_recorder import FlightRecorder
 from meshwright.comm.transport.process import box
 from meshwright.errors import FileFormatError
 from meshwright.ir import flight

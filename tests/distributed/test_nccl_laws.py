@@ -15,6 +15,7 @@ import meshwright as mw
 from meshwright.comm import device_channel
 from meshwright.comm.groups import from_rank_0
 from meshwright.comm.member import member
+from meshwright.comm.transport.native import Native
 from meshwright.ir.files import decode, encode_json
 from meshwright.ir.pipeline import SCHEDULES
 from meshwright.models import MLP, classification_loss
@@ -80,6 +81,55 @@ def train_with(axis: str) -> float:
 @pytest.mark.parametrize("axis", ["dp", "tp"])
 def test_collectives_of_other_axes_keep_the_laws_too(ranks: Ranks, axis: str) -> None:
     assert max(ranks(4, train_with, axis, timeout=240)) <= oracle.TOLERANCE
+
+
+OTHERS: dict[str, tuple[str, mw.Layout]] = {
+    "ZeRO 3": ("GPT", mw.Layout(dp=2, tp=2, zero=3, microbatches=2)),
+    "ring": ("GPT", mw.Layout(dp=2, cp=2, context="ring")),
+    "sequence parallel": ("GPT", mw.Layout(dp=2, tp=2, sequence_parallel=True)),
+    "halo": ("LeNet", mw.Layout(dp=2, spatial=(2, 1))),
+}
+"""Layouts without a pipeline, each with a model."""
+
+
+def made(model: str) -> oracle.Subject:
+    torch.manual_seed(7)
+    return oracle.MODELS[model](False)
+
+
+def train_other(name: str) -> float:
+    model, layout = OTHERS[name]
+    parallel, settings, key = made(model), (oracle.OPTIMIZERS["SGD"], None), ("laws", model)
+    before = {each: value.clone() for each, value in parallel.model.state_dict().items()}
+    graph = oracle.captured(key, parallel).graph
+
+    def planned() -> bytes:
+        return encode_json(mw.plan(graph, "h100-dgx", devices=4, layout=layout))
+
+    plan = decode(from_rank_0(planned), mw.Plan, where="plan of rank 0")
+    with nccl_laws():
+        found, trainer = oracle.in_parallel(parallel, plan, *settings, oracle.sharing_capture(key))
+    serial = oracle.reference(made(model), *settings, key=key)
+    return oracle.compared(before, serial, found, trainer).error if trainer.rank == 0 else 0.0
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_layouts_without_a_pipeline_keep_the_laws_too(ranks: Ranks, name: str) -> None:
+    assert max(ranks(4, train_other, name, timeout=240)) <= oracle.TOLERANCE
+
+
+def coalesced() -> tuple[list[float], list[float]]:
+    """Parts of two tensors gathered, and rows of two tensors summed, each as one operation."""
+    native, rank = Native(group_of_all()), float(dist.get_rank())
+    wholes = [torch.empty(2, 3), torch.empty(2, 2)]
+    native.all_gather_each([torch.full((3,), rank), torch.full((2,), 10 + rank)], wholes).wait()
+    sums = [torch.empty(3), torch.empty(1)]
+    native.reduce_scatter_each([torch.full((2, 3), rank), torch.tensor([[1.0], [2.0]]) * (1 + rank)], sums).wait()
+    return [float(value) for whole in wholes for value in whole[:, 0]], [float(value[0]) for value in sums]
+
+
+def test_coalesced_collectives_are_right(ranks: Ranks) -> None:
+    assert ranks(2, coalesced) == [([0.0, 1.0, 10.0, 11.0], [1.0, 3.0]), ([0.0, 1.0, 10.0, 11.0], [1.0, 6.0])]
 
 
 def train_both_ways_in_one_communicator() -> str:

@@ -4,6 +4,7 @@ with recomputation; what cannot be cut is said."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import msgspec
 import pytest
@@ -175,10 +176,14 @@ def test_a_rank_needs_no_more_than_its_rows(ranks: Ranks) -> None:
     assert parts == [[(n, n + 1), (0, 3), y, (0, 16)] for n in (0, 1) for y in rows]
 
 
-def planned(name: str, **layout: object) -> mw.Plan:
+@cache
+def graph_of(name: str) -> mw.Graph:
     subject = MODELS[name]()
-    graph = mw.capture(subject.model, subject.loss_fn, subject.batches[0])
-    return mw.plan(graph, layout=mw.Layout(**layout))  # type: ignore[arg-type]
+    return mw.capture(subject.model, subject.loss_fn, subject.batches[0])
+
+
+def planned(name: str, **layout: object) -> mw.Plan:
+    return mw.plan(graph_of(name), layout=mw.Layout(**layout))  # type: ignore[arg-type]
 
 
 def test_every_level_of_a_unet_is_cut() -> None:

@@ -6,6 +6,7 @@ import copy
 import json
 import logging
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -702,6 +703,7 @@ def test_pin_against_splitting(ranks: Ranks) -> None:
         assert "blocks.1.mlp.up.weight" not in split
 
 
+@cache
 def graph_of(subject: str) -> mw.Graph:
     mine, _ = fresh(lambda: oracle.MODELS[subject](True))
     return mw.capture(mine.model, mine.loss_fn, mine.batches[0])

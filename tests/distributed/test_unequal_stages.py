@@ -14,8 +14,9 @@ import torch
 import meshwright as mw
 from meshwright.catalog import load_cluster
 from meshwright.errors import LayoutError
-from meshwright.ir.cluster import Cluster, Level, Member
+from meshwright.ir.cluster import Cluster
 from meshwright.ir.files import decode, encode_json
+from meshwright.ir.level import Level, Member
 from meshwright.models import GPT, GPTConfig, language_model_loss
 from tests.distributed import oracle
 from tests.distributed.oracle import LargestErrors, Subject
@@ -64,6 +65,7 @@ MORE: list[tuple[str, tuple[dict[str, int], ...], dict[str, Any]]] = [
     ("T5", (ONE, {"dp": 2}), {"microbatches": 2}),
     ("T5", ({"dp": 3}, {"tp": 1}), {"microbatches": 2}),
     ("ResNet", ({"dp": 3}, ONE), {}),
+    ("GPT", ({"dp": 2}, {"dp": 2}, {"dp": 4}), {"microbatches": 3, "zero": 1}),
 ]
 """Other numbers of ranks for techniques that ``CASES`` has."""
 
@@ -98,6 +100,19 @@ def test_unequal_stages_train_as_one_process(
 ) -> None:
     layout = layout_of(stages, options)
     for found in ranks(layout.num_ranks, train, name, layout):
+        assert found.error <= oracle.TOLERANCE, found
+        assert found.moved > 1e-3, "the parameters were trained"
+
+
+def test_two_two_and_four_ranks_are_said_and_trained(ranks: Ranks) -> None:
+    """The sizes of Alpa's unequal answers, on 8 ranks, with ZeRO in each stage."""
+    layout = layout_of(({"dp": 2}, {"dp": 2}, {"dp": 4}), {"microbatches": 3, "zero": 1})
+    subject = subject_of("GPT")
+    graph = mw.capture(subject.model, subject.loss_fn, subject.batches[0])
+    plan = mw.plan(graph, devices=8, layout=layout)
+    assert [len(plan.mesh.stage_ranks(stage)) for stage in range(3)] == [2, 2, 4]
+    assert "pp=3 of (dp=2 x tp=1), (dp=2 x tp=1), (dp=4 x tp=1), 8 ranks" in plan.explain()
+    for found in ranks(8, train, "GPT", layout):
         assert found.error <= oracle.TOLERANCE, found
         assert found.moved > 1e-3, "the parameters were trained"
 

@@ -101,11 +101,11 @@ def stacked_mlp() -> oracle.Subject:
 
 def small() -> Iterator[Case]:
     """Small models under the axes that ``layouts`` lacks, and in pipelines. All ranks are run."""
-    short = ((name, (stacked_mlp, layout)) for name, layout in SHORT.items())
-    other = ((name, (partial(make, False), layout)) for name, (make, layout) in OTHER.items())
-    for name, (make, layout) in (*other, *short):
-        options = {"plan": layout, "optimizer": oracle.OPTIMIZERS["AdamW"], "max_grad_norm": oracle.MAX_GRAD_NORM}
-        yield Case(name, make, options, "" if name in OTHER else stacked_mlp.__name__)
+    settings = {"optimizer": oracle.OPTIMIZERS["AdamW"], "max_grad_norm": oracle.MAX_GRAD_NORM}
+    for name, (make, layout) in OTHER.items():
+        yield Case(name, partial(make, False), {"plan": layout, **settings})
+    for name, layout in SHORT.items():
+        yield Case(name, stacked_mlp, {"plan": layout, **settings}, stacked_mlp.__name__)
 
 
 def models() -> Iterator[Case]:

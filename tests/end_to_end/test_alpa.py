@@ -1,6 +1,7 @@
 """The evaluation of Alpa with captured models: its models, small searches in its spaces, and the command."""
 
 import json
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -8,17 +9,22 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
+from benchmarks import alpa as benchmark
+from benchmarks import report
 from meshwright.api.alpa import model_of, planned_pair
 from meshwright.api.gshard import MoE, MoEConfig
+from meshwright.bench.lint import lint
 from meshwright.cli import run as cli
 from meshwright.cost.optimizer import OptimizerCost
+from meshwright.ir import files
+from meshwright.ir.result import Result
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import GPT, GPTConfig, WideResNet, language_model_loss
 from meshwright.planner.candidates import Space, more_microbatches, runs
 from meshwright.planner.layout_search import Search
 from meshwright.planner.time_limit import TimeLimit
 from meshwright.worked import alpa
-from meshwright.worked.alpa import KINDS, Pair, Sizes
+from meshwright.worked.alpa import KINDS, Compared, Found, Pair, Sizes
 
 TINY = Pair("gpt", "tiny", Sizes(4, 64, 4), 2, (1.0, 1.0, 1.0, 1.0), batch=32)
 SPARSE = Pair("moe", "tiny", Sizes(2, 64, 4, 4), 2, (1.0, 1.0, 1.0, 1.0), batch=64)
@@ -35,6 +41,36 @@ def test_every_planner_of_a_pair_finds_a_plan_in_its_space() -> None:
     assert "1f1b" in layouts["inter"]
     assert result.joint_ratio >= 0.98
     assert any(SPARSE.title in what for what in said)
+
+
+@pytest.mark.parametrize(
+    ("factors", "verdicts"),
+    [
+        ((1.0, 1.0, 1.0, 1.0), ["pass", "pass", "fail"]),  # Alpa's own joint plans are slower than others in places
+        ((1.3, 1.3, 1.3, 1.3), ["fail", "pass", "fail"]),
+        ((1.0, 1.0, 1.0, 1.1), ["pass", "pass", "pass"]),
+        ((9.0, 1.0, 1.0, 1.1), ["pass", "fail", "pass"]),
+    ],
+)
+def test_the_result_file_judges_errors_winners_and_the_joint_plan(
+    factors: tuple[float, ...], verdicts: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Predictions are given: those published, times a factor for each planner."""
+
+    def predicted(pair: Pair) -> Compared:
+        each = pair.flops / pair.devices / 1e12
+        found = {
+            kind: Found(layout="dp1", step_s=each / rate / factor) if rate else Found(problem="too large")
+            for kind, rate, factor in zip(KINDS, pair.published, factors, strict=True)
+        }
+        return Compared(pair, found)
+
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(report, "COMMIT", "0123456789ab")
+    benchmark.write(list(benchmark.findings([predicted(pair) for pair in alpa.PAIRS])))
+    written = files.load(tmp_path / "alpa.json", Result)
+    assert lint(written) == ()
+    assert [finding.verdict for finding in written.findings] == [*verdicts, *["reported"] * len(alpa.PAIRS)]
 
 
 def test_models_have_the_published_sizes() -> None:

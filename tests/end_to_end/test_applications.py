@@ -29,7 +29,7 @@ class Case(NamedTuple):
 
 CASES = [
     Case("tangled_meshes", "--steps 60 --size 64 --goal 10", "F1 of tangled cells", "0", "y@sy"),
-    Case("function_names", "--steps 80 --files 60 --goal 0 --goal-tokens 0", "next tokens", "head", "batch@dp"),
+    Case("function_names", "--steps 25 --files 30 --goal 0 --goal-tokens 0", "next tokens", "head", "batch@dp"),
     Case("gshard_text", "--steps 25 --goal 4.9", "held-out text", "layers.*.experts", "v@tp", lower=True),
     Case("date_formats", "--steps 100 --goal 5", "held-out dates right", "decoder", "batch@dp"),
     Case("googlenet_digits", "--steps 12 --goal 12", "held-out digits right", "head", "batch@dp"),

@@ -12,10 +12,10 @@ from torch.utils._pytree import tree_leaves
 import meshwright as mw
 import meshwright.ops.attention_kernels
 from meshwright.capture.builder import capture
-from meshwright.catalog import load_device
 from meshwright.cost.attention import scratch_bytes
 from meshwright.cost.kernels import Rates
 from meshwright.cost.program import step_work
+from meshwright.ir.cluster_names import load_device
 from meshwright.lower.counts import Counter
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import GPT, GPTConfig, language_model_loss

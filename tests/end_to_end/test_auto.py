@@ -63,6 +63,12 @@ def gpt(size: int = 4) -> Graph:
     return mw.capture(subject.model, subject.loss_fn, subject.batches[0])
 
 
+@cache
+def mixtral() -> Graph:
+    subject = hugging_face.subject("Mixtral", 1)
+    return mw.capture(subject.model, subject.loss_fn, subject.batches[0])
+
+
 def layouts_of(batch_size: int, world_size: int, axes: candidates.Axes) -> Iterator[mw.Layout]:
     """All layouts of the space that a search considers."""
     space = batch_size, world_size, axes
@@ -197,8 +203,7 @@ def test_every_variation_is_considered_if_nothing_else_fits(monkeypatch: pytest.
 def test_experts_over_ranks_are_weighed_whatever_the_fastest_plain_layouts_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """No plain layout has the stages of these variations, so that none is akin to a plain layout."""
     monkeypatch.setattr(layout_search, "EVERY_VARIATION", 1)
-    one = hugging_face.subject("Mixtral", 1)
-    graph = mw.capture(one.model, one.loss_fn, one.batches[0])
+    graph = mixtral()
     space = candidates.Space(holds=lambda shape: shape.pp == (2 if shape.is_plain else 1))
     search = layout_search.Search(
         graph, 4, FOUR, PlanLowering, ADAMW, False, math.inf, "both", False, TimeLimit(None, lambda what: None),
@@ -217,8 +222,7 @@ def test_experts_over_ranks_are_weighed_whatever_the_fastest_plain_layouts_are(m
 
 def test_ranks_with_different_experts_share_the_update_of_everything_else() -> None:
     """Ranks have experts of their own, but equal attention and vocabulary. Only the update takes time here."""
-    one = hugging_face.subject("Mixtral", 1)
-    graph = mw.capture(one.model, one.loss_fn, one.batches[0])
+    graph = mixtral()
     space = candidates.Space(holds=lambda shape: shape.ep == shape.dp == 4)
     search = layout_search.Search(
         graph, 4, FOUR, PlanLowering, HEAVY, False, math.inf, "both", False, TimeLimit(None, lambda what: None),
@@ -284,6 +288,7 @@ def test_a_layout_that_cannot_be_lowered_is_not_taken(monkeypatch: pytest.Monkey
 def test_a_smaller_batch_that_would_fit_is_named() -> None:
     """Batch norm over the whole batch forbids micro-batches, so that only a smaller batch needs less memory."""
 
+    @cache
     def graph(batch: int) -> Graph:
         images = {"image": torch.zeros(batch, 1, 16, 16), "label": torch.zeros(batch, dtype=torch.int64)}
         return mw.capture(ResNet(depth=8, width=4, image_channels=1), classification_loss, images)
@@ -336,8 +341,7 @@ def test_what_a_model_has_decides_which_axes_are_weighed() -> None:
     images = {"image": torch.zeros(8, 1, 8, 8), "label": torch.zeros(8, dtype=torch.int64)}
     resnet = mw.capture(ResNet(depth=8, width=4, image_channels=1), classification_loss, images)
     assert candidates.axes_of(resnet) == candidates.Axes(images=True)
-    mixtral = hugging_face.subject("Mixtral", 1)
-    moe = candidates.axes_of(mw.capture(mixtral.model, mixtral.loss_fn, mixtral.batches[0]))
+    moe = candidates.axes_of(mixtral())
     assert moe.experts == 4
 
     def asked(axes: candidates.Axes) -> set[str]:
@@ -487,7 +491,7 @@ def test_a_search_without_limit_says_what_it_weighs_and_that_is_all() -> None:
     assert [text.partition(";")[0].rpartition(", ")[2] for text in weighed] == [
         f"layout {number} of {count}" for number in range(1, len(weighed) + 1)
     ]
-    told = re.findall(r"; best so far: (.*), ([\d.]+) ms a step$", "\n".join(said), re.MULTILINE)
+    told = re.findall(r"; best so far: (.*), ([\d.]+) ms a step, [\d.e-]+ GiB a rank$", "\n".join(said), re.MULTILINE)
     assert len(told) >= len(said) - 1, "from the second layout on"
     assert len(set(told)) > 1
     assert [float(step) for _, step in told] == sorted((float(step) for _, step in told), reverse=True)

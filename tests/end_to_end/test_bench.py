@@ -14,7 +14,7 @@ from meshwright import config
 from meshwright.bench import machine
 from meshwright.bench.lint import lint
 from meshwright.bench.scaling import EAGER, OURS, LaunchTimes, findings, grown, measure
-from meshwright.bench.utilization import utilization
+from meshwright.bench.utilization import product_by_rows, utilization
 from meshwright.cli import run as cli
 from meshwright.cli.bench import counts_of
 from meshwright.errors import ClusterError, FileFormatError
@@ -57,14 +57,30 @@ def test_utilization_is_a_result_that_names_its_peak(
     text = capsys.readouterr().out
     result = files.load(path, Result)
     assert lint(result) == ()
-    product, step = result.findings
-    assert isinstance(product, Utilization)
-    assert isinstance(step, Utilization)
-    assert product.flops == 2 * 32**3
-    assert (len(product.series.seconds), len(step.series.seconds)) == (5, 5)
+    found = [each for each in result.findings if isinstance(each, Utilization)]
+    names = ["matrix product", "rows one at a time", "naive step", "step of small operators"]
+    assert [each.target for each in found] == [f"{name}: part of the peak" for name in names]
+    product, rows, step, _ = found
+    assert (product.flops, rows.flops) == (2 * 32**3, 2 * 64 * 32**2)
+    assert [len(each.series.seconds) for each in found] == [5] * 4
     assert result.command == f"meshwright bench utilization {asked.replace('--threads 1', '').strip()} --threads 1"
     assert re.search(r"^naive step .* \d+\.\d% +\d+\.\d% to \d+\.\d%$", text, re.MULTILINE)
     assert f"100 %: {step.peak.flops_per_s / 1e9:.1f} GFLOP/s, {step.peak.found}" in text
+
+
+def test_rows_one_at_a_time_are_products_of_a_matrix_and_a_vector(monkeypatch: pytest.MonkeyPatch) -> None:
+    operands: list[torch.Tensor] = []
+    plain = torch.randn
+
+    def remembered(*sizes: int) -> torch.Tensor:
+        operands.append(plain(*sizes))
+        return operands[-1]
+
+    monkeypatch.setattr(torch, "randn", remembered)
+    multiply, flops = product_by_rows(16, 4)
+    rows, right = operands
+    torch.testing.assert_close(multiply(), rows @ right.T)
+    assert flops == 2 * 4 * 16 * 16
 
 
 def test_a_given_peak_that_is_passed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

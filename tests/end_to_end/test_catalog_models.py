@@ -18,10 +18,10 @@ from meshwright.cost.collective import Network
 from meshwright.cost.exchange import gradient_exchange
 from meshwright.cost.setup import Setup
 from meshwright.cost.step import stage_parameters
-from meshwright.ir.cluster import Level
 from meshwright.ir.convnet import ConvNet
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Layout
+from meshwright.ir.level import Level
 from meshwright.models import (
     GPT,
     VGG,

@@ -4,6 +4,7 @@ refused where it cannot be."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -38,6 +39,7 @@ MIB = 2**20
 LAYOUTS = [mw.Layout(), mw.Layout(dp=2, microbatches=2, batch_statistics="microbatch"), mw.Layout(spatial=(2,))]
 
 
+@cache
 def resnet(batch: int = 16) -> Graph:
     with torch.device("meta"):
         images = {"image": torch.zeros(batch, 3, 32, 32), "label": torch.zeros(batch, dtype=torch.int64)}

@@ -45,6 +45,8 @@ SHARING = [
     "docs/how-to/resume-a-run.md",
 ]  # fmt: skip
 """Pages whose ranks write checkpoints together."""
+UNSOURCED = ["CHANGELOG.md", "measured.md"]
+"""Pages whose claims of speed are a history of changes, or rows that the page itself takes from result files."""
 COURSE = [f"docs/course/{page.name}" for page in sorted((ROOT / "docs/course").glob("[0-9]*.md"))]
 ON_TWO_RANKS = [
     "README.md", "docs/how-to/add-an-operator-rule.md", "docs/how-to/edit-a-plan.md", *SHARING,
@@ -164,6 +166,44 @@ def test_links_lead_somewhere(page: Path) -> None:
             headings = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE)
             anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
             assert anchor[1:] in anchors, f"{page.name}: {target}{anchor}"
+
+
+_SPEED = re.compile(
+    r"\d[\d.,]*\s+(x|times)\s+(as\s+fast|faster|slower)|\b(twice|half)\s+as\s+fast|\d\s*%\s+(faster|slower)"
+    r"|\b[\d.]+\s*%\s+of\s+(the|a)\s+step's\s+time|\bhalf\s+(of\s+)?the\s+time",
+    re.IGNORECASE,
+)
+_SOURCE = re.compile(
+    r"benchmarks/results/\w+\.(md|json)|validation/\w+\.csv|data\s+sheet|et\s+al\.,?\s+(\"|\w+\s+)?(19|20)\d\d",
+    re.IGNORECASE,
+)
+
+
+_GENERATED = re.compile(r"^<!-- measured:.*?^<!-- end -->", re.MULTILINE | re.DOTALL)
+"""The part of README with rows of result files."""
+
+
+def claims_of_speed(text: str) -> list[str]:
+    """The paragraphs and items of a page that say how fast something is, without programs and what they print."""
+    prose = _FENCE.sub("", _GENERATED.sub("", text))
+    return [part for part in re.split(r"\n\s*\n|\n(?=- )", prose) if _SPEED.search(part)]
+
+
+def test_claims_of_speed_are_found() -> None:
+    text = (
+        "It is 2.5 times as\nfast.\n\n- It costs 3 % of the step's time.\n- It is fast.\n\n```text\n4 % slower\n```\n"
+    )
+    assert claims_of_speed(text) == ["It is 2.5 times as\nfast.", "- It costs 3 % of the step's time."]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if page.parts[-2] not in ("decisions", "reference") and page.name not in UNSOURCED],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
+def test_a_claim_of_speed_cites_its_result_file_or_its_source(page: Path) -> None:
+    for claim in claims_of_speed(page.read_text()):
+        assert _SOURCE.search(claim), claim
 
 
 # ---------------------------------------------------------------------------------------------- files, names, commands

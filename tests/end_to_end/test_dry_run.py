@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,11 +94,9 @@ def test_a_dry_run_leaves_the_model_as_it_is() -> None:
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_pipelines_end_although_sends_block(name: str) -> None:
-    layout, subject = PIPELINES[name], oracle.gpt(True, layers=4)
-    stages = [stage * layout.num_ranks // layout.pp for stage in range(layout.pp)]
-    report = mw.dry_run(
-        subject.model, subject.loss_fn, subject.batches[0], layout, optimizer=oracle.OPTIMIZERS["SGD"], ranks=stages
-    )
+    layout = PIPELINES[name]
+    options = {"plan": layout, "optimizer": oracle.OPTIMIZERS["SGD"], "ranks": dry_run_cases.firsts(layout)}
+    report = dry_run_cases.run(dry_run_cases.Case(name, partial(oracle.gpt, True, layers=4), options, "GPT, 4 layers"))
     assert report.findings == ()
     assert report.matched
     assert all(each.messages for each in report.ranks)

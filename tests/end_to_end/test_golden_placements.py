@@ -4,7 +4,7 @@ placements of data parallel, fully sharded and tensor parallel steps."""
 from __future__ import annotations
 
 import itertools
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import replace
 from fnmatch import fnmatch
 from functools import partial
@@ -14,14 +14,20 @@ import pytest
 
 import meshwright as mw
 from benchmarks import golden_models as models
-from benchmarks.placements import ROWS, Row, is_best, plan_row, problems
-from meshwright.cost.optimizer import OptimizerCost
+from benchmarks.placements import (
+    COLUMNS,
+    ROWS,
+    SHARDED,
+    Row,
+    Sharded,
+    assigned,
+    is_best,
+    plan_row,
+    problems,
+    sharded_problems,
+)
 from meshwright.errors import LayoutError
-from meshwright.ir.graph import Graph, Operator
-from meshwright.ir.placement import Placements, describe, input_placements, output_placements
-from meshwright.lower.plans import PlanLowering
-from meshwright.planner.explicit import Ask, plan_layout
-from meshwright.planner.intra_op.assign import Assigned
+from meshwright.ir.graph import Operator
 from meshwright.planner.intra_op.eliminate import simplify
 from meshwright.planner.intra_op.integer import solve_core
 from meshwright.planner.intra_op.solve import solve, solve_by_trying
@@ -136,72 +142,20 @@ def test_parameters_are_stored_as_in_the_best_of_all_ways() -> None:
 
 # --- AutoParallel ----------------------------------------------------------------------------------------------------
 
-# Products of a layer that is cut by columns (q, k, v, w1), or by rows (o, w2), over dp, tp: the two inputs and the
-# output. The source is meta-pytorch/autoparallel at a54c252, tests/test_optimize_placement.py.
-COLUMNS = ("dp:S(0)", "tp:S(1)", "dp:S(0) tp:S(1)")
-ROW_CUT = ("dp:S(0) tp:S(1)", "tp:S(0)", "dp:S(0) tp:P(sum)")
-COLUMNS_WEIGHT = ("dp:S(1) tp:S(0)", "dp:S(0)", "dp:P(sum) tp:S(0)")
-ROWS_WEIGHT = ("dp:S(1)", "dp:S(0) tp:S(1)", "dp:P(sum) tp:S(1)")
-FORWARD = ("dp:S(0)", "R", "dp:S(0)")
-WEIGHT = ("dp:S(1)", "dp:S(0)", "dp:P(sum)")
-H100 = mw.Cluster.load("h100-80gb-dgx-ndr400x8", 256)
-FREE = OptimizerCost(states=0, moved=0, kernels=1)
-"""AutoParallel's costs know no optimizer."""
+
+@pytest.mark.parametrize("row", SHARDED, ids=[row.case for row in SHARDED])
+def test_placements_are_those_of_autoparallel(row: Sharded) -> None:
+    """Memory decides between FSDP and DDP."""
+    assert sharded_problems(row) == []
 
 
-def stored(graph: Graph, layout: mw.Layout, share: float) -> Assigned:
-    """The solution if a rank may store the fraction ``share`` of all parameters."""
-    total = sum(graph.tensors[name].num_bytes for name in graph.parameters)
-    ask = Ask(
-        explains=False, lower=PlanLowering(graph), fits_buckets=False, parameter_bytes=share * total,
-        memory_bytes=1e15, optimizer=FREE,
-    )  # fmt: skip
-    plan_layout(graph, layout, world_size=256, cluster=H100, ask=ask)
-    return next(iter(ask.known.values()))
-
-
-def products(graph: Graph, found: Assigned, block: str = "") -> Counter[tuple[str, ...]]:
-    """The placements of the inputs and the output of every product, and how often they occur."""
-    sizes = found.formulated.sizes
-    counts: Counter[tuple[str, ...]] = Counter()
-    for op in graph.operators:
-        if ":mm#" in op.name and op.name.startswith(block):
-            assert op.rule is not None
-            strategy = found.strategies[op.name]
-            sides: list[Placements] = [input_placements(op.rule, strategy, side, sizes) for side in range(2)]
-            counts[tuple(map(describe, [*sides, output_placements(op.rule, strategy, 0, sizes)]))] += 1
-    return counts
-
-
-@pytest.mark.parametrize(("share", "placement"), [(1 / 256, "dp:flat"), (1.0, "R")], ids=["FSDP", "DDP"])
-@pytest.mark.parametrize("name", ["ffn", "block"])
-def test_memory_decides_between_fsdp_and_ddp(name: str, share: float, placement: str) -> None:
-    graph = models.feed_forward(2048 * 256) if name == "ffn" else models.blocks(8 * 256)
-    found = stored(graph, mw.Layout(dp=256, zero=-1), share)
-    assert {describe(lies) for lies in found.storage.values()} == {placement}
-    assert set(products(graph, found)) == {FORWARD, WEIGHT}
-
-
-def test_fsdp_and_tp_of_a_feed_forward() -> None:
-    graph = models.feed_forward(2048 * 32)
-    found = stored(graph, mw.Layout(dp=32, tp=8, zero=-1), 1 / 256)
-    assert list(map(describe, found.storage.values())) == ["tp:S(0) dp:flat", "tp:S(1) dp:flat"]  # S0S0 and S0S1
-    assert products(graph, found) == Counter([COLUMNS, ROW_CUT, ROWS_WEIGHT, COLUMNS, COLUMNS_WEIGHT])
-
-
-def test_fsdp_and_tp_of_a_block() -> None:
-    graph = models.blocks(8 * 32)
-    found = stored(graph, mw.Layout(dp=32, tp=8, zero=-1), 1 / 256)
-    for name, lies in found.storage.items():
-        cut = 1 if name.endswith(("o.weight", "w2.weight")) else 0
-        assert describe(lies) == f"tp:S({cut}) dp:flat", name
-    # q, k, v and w1 are cut by columns, o and w2 by rows. The gradient of a cut by columns reads like a cut by rows.
-    columns, rows = 4, 2
-    assert products(graph, found, "1.") == {
-        COLUMNS: columns + rows, ROW_CUT: rows + columns, COLUMNS_WEIGHT: columns, ROWS_WEIGHT: rows,
-    }  # fmt: skip
+def test_other_placements_than_the_published_are_named() -> None:
+    fsdp, ddp = SHARDED[:2]
+    name = next(iter(fsdp.stored.values()))
+    assert f"is R, not {name}" in sharded_problems(replace(fsdp, share=ddp.share))[0]
+    assert "0 products" in sharded_problems(replace(fsdp, products={**fsdp.products, COLUMNS: 1}))[0]
 
 
 def test_less_than_the_smallest_share_is_refused() -> None:
     with pytest.raises(LayoutError, match="no strategies of the operators fit"):
-        stored(models.feed_forward(2048 * 256), mw.Layout(dp=256, zero=-1), 1 / 512)
+        assigned(models.feed_forward(2048 * 256), mw.Layout(dp=256, zero=-1), 1 / 512)

@@ -157,6 +157,12 @@ LAYOUTS = (
 )
 
 
+@cache
+def images(depth: int) -> Graph:
+    given = {"image": torch.zeros(BATCH, 1, 8, 8), "label": torch.zeros(BATCH, dtype=torch.int64)}
+    return mw.capture(ResNet(depth=depth, width=8, image_channels=1), classification_loss, given)
+
+
 SUBJECTS: dict[str, Callable[[], Graph]] = {
     "own head": lambda: gpt(9, tied=False),
     "tied": lambda: gpt(9),
@@ -427,11 +433,6 @@ def small(_: int) -> nn.Module:
 
 def of_tensor(model: nn.Module, batch: int = BATCH) -> Graph:
     return mw.capture(model, lambda net, given: net(given).square().mean(), torch.zeros(batch, 8))
-
-
-def images(depth: int) -> Graph:
-    given = {"image": torch.zeros(BATCH, 1, 8, 8), "label": torch.zeros(BATCH, dtype=torch.int64)}
-    return mw.capture(ResNet(depth=depth, width=8, image_channels=1), classification_loss, given)
 
 
 def test_blocks_with_batch_norm_are_shortened() -> None:

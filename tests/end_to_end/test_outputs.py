@@ -111,6 +111,13 @@ def per_row(x: Tensor) -> list[Tensor]:
     return [torch.empty(*x.shape[:-1], 1, dtype=x.dtype) for _ in range(2)]
 
 
+def dense(x: Tensor) -> Tensor:
+    """The image as autograd gives it to the gradient of a group norm."""
+    return x if x.is_contiguous(memory_format=torch.channels_last) else x.contiguous()
+
+
+GROUPS = 4, 6, 80, 3
+"""The sizes of the image, as group norm takes them, and its number of groups."""
 ON_META = {
     aten._native_batch_norm_legit.default: lambda x: norm_arguments(x, True, 0.1, 1e-5),
     aten._native_batch_norm_legit.no_stats: lambda x: (*norm_arguments(x)[:3], True, 0.1, 1e-5),
@@ -119,6 +126,11 @@ ON_META = {
     aten.native_layer_norm.default: lambda x: (x, [x.shape[-1]], image(x.shape[-1], dtype=x.dtype), None, 1e-5),
     aten.native_layer_norm_backward.default: lambda x: (
         x, x, [x.shape[-1]], *per_row(x), image(x.shape[-1], dtype=x.dtype), None, [True, True, False],
+    ),
+    aten.native_group_norm.default: lambda x: (x, image(6, dtype=x.dtype), None, *GROUPS, 1e-5),
+    aten.native_group_norm_backward.default: lambda x: (
+        dense(x), dense(x), image(4, 3, dtype=x.dtype), image(4, 3, dtype=x.dtype), image(6, dtype=x.dtype), *GROUPS,
+        [True, True, False],
     ),
     aten.threshold_backward.default: lambda x: (x, x, 0),
     aten.gelu_backward.default: lambda x: (x, x),

@@ -14,13 +14,15 @@ from meshwright.catalog import load_cluster
 from meshwright.cost.pieces import PieceCosts, part_of
 from meshwright.cost.program import step_work
 from meshwright.cost.work import Communicate, Wait
-from meshwright.ir.cluster import Cluster, Level
+from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.kernel import Kernel, Product
+from meshwright.ir.level import Level
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.operator_algorithm import in_pieces
 from meshwright.ir.plan import starred
 from meshwright.ir.program import Collective, Node, Program
+from meshwright.ir.software import Software
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import GPT, GPTConfig, language_model_loss
 from meshwright.planner.foretell import foretell
@@ -86,6 +88,15 @@ def test_the_plain_form_is_taken_where_it_is_faster(why: str) -> None:
             devices=2,
             layout=mw.Layout(tp=2, sequence_parallel=True),
         )
+    assert not pieces_of(plan)
+
+
+def test_a_slow_host_launches_plain_products_as_a_graph_instead_of_pieces() -> None:
+    """Pieces are faster on the device alone, but shifts between ranks cannot be part of a graph of kernels."""
+    graph, layout = gpt(2048, 1024), mw.Layout(dp=2, tp=4, sequence_parallel=True, microbatches=2)
+    slow = msgspec.structs.replace(load_cluster(H100), software=Software(name="slow launches", code="eager"))
+    plan = mw.plan(graph, slow, devices=8, layout=layout)
+    assert plan.graphs
     assert not pieces_of(plan)
 
 

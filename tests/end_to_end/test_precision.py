@@ -1,5 +1,6 @@
 """A precision is part of what is captured and planned: its casts, what they save, and what is refused."""
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ TOKENS = torch.zeros(8, 64, dtype=torch.int64)
 BATCH = {"tokens": TOKENS, "targets": TOKENS}
 
 
+@cache
 def captured(precision: Precision | None) -> Graph:
     return mw.capture(GPT(CONFIG), language_model_loss, BATCH, precision=precision)
 

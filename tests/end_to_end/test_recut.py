@@ -21,7 +21,7 @@ from meshwright.planner.inter_op.chain import chain_of
 from meshwright.planner.inter_op.layer_work import LayerPrices
 from meshwright.planner.inter_op.option import Option
 from meshwright.planner.inter_op.pipelines import Pipelines
-from meshwright.planner.inter_op.recut import Recut, moved, recut
+from meshwright.planner.inter_op.recut import Recut, may_recut, moved, recut
 
 CLUSTER = mw.Cluster.load("h100-box4-ndr400x1", 8)
 
@@ -103,12 +103,14 @@ def test_a_cut_that_does_not_fit_is_left_out() -> None:
     assert found is None or found.peak_bytes < free.peak_bytes
 
 
-def test_options_are_sorted_by_what_the_simulator_says() -> None:
-    layouts = [mw.Layout(dp=4, pp=2, microbatches=m) for m in (2, 4)]
-    options = sorted(map(option, layouts), key=lambda option: option.step_s)
-    found = recut(options, pipelines())
-    assert {option.name for option in found} == {option.name for option in options}
-    assert found[0].step_s <= found[1].step_s
+def test_long_steps_and_stages_that_differ_keep_their_cuts() -> None:
+    layout = mw.Layout(dp=4, pp=2, microbatches=4)
+    assert may_recut(layout)
+    assert recut(option(layout), pipelines()).step_s <= option(layout).step_s * (1 + 1e-9)
+    assert not may_recut(msgspec.structs.replace(layout, microbatches=16))
+    assert not may_recut(layout, memory_bytes=1e9)
+    assert not may_recut(mw.Layout(dp=8))
+    assert not may_recut(mw.Layout(pp=2, microbatches=4, stage_sizes=({"dp": 4, "tp": 1}, {"dp": 2, "tp": 2})))
 
 
 def test_the_whole_model_takes_as_long_as_its_layers() -> None:

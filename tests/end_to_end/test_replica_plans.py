@@ -16,9 +16,10 @@ from meshwright.catalog import load_cluster
 from meshwright.cli import run as cli
 from meshwright.cost.optimizer import ADAMW
 from meshwright.errors import LayoutError, PlanError
-from meshwright.ir.cluster import Cluster, Level
+from meshwright.ir.cluster import Cluster
 from meshwright.ir.consistency import consistency_of
 from meshwright.ir.graph import Graph
+from meshwright.ir.level import Level
 from meshwright.planner.replicas import UNKNOWN, exchanged_bytes, replica_step, variants_of
 from meshwright.runtime.worlds import World
 from meshwright.simulate.replicas import simulate_replicas

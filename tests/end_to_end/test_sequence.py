@@ -34,6 +34,7 @@ KINDS = {
 SEQUENCE = 16
 
 
+@cache
 def gpt(heads: int = 4) -> builder.Capture:
     with torch.device("meta"):
         model = GPT(GPTConfig(layers=2, width=64, heads=heads, vocabulary=256, sequence_length=SEQUENCE))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import threading
 import zlib
@@ -14,7 +15,8 @@ import pytest
 
 from meshwright.ir import files
 from meshwright.ir.trace import Span, Trace
-from meshwright.report import read_run, render_run
+from meshwright.report import read_run, render, render_run
+from tests.pure.test_report import REPORT
 from tests.pure.test_ui import HOSTILE, write_run
 
 pytest.importorskip("uvicorn", reason="the extra `ui` is not installed")
@@ -29,6 +31,12 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium is install
 RANKS, SPANS = 1024, 10
 REFUSED = "Failed to load resource: the server responded with a status of 400 (Bad Request)"
 """What the browser's console says of an answer with an error."""
+MOST_TABS = 80
+FOCUSED = """() => {
+    const found = document.activeElement;
+    return found.getAttribute("aria-label") || found.labels?.[0]?.innerText || found.innerText || "";
+}"""
+"""The name of the element that has the focus."""
 ASKED = "model=turing-nlg-17b&cluster=h100-dgx-ndr400x8&devices=16&batch=16"
 
 
@@ -141,6 +149,16 @@ class User:
 
     def shows(self, selector: str) -> str:
         return self.page.locator(selector).first.inner_text()
+
+    def tabs(self, name: str, key: str, then: Callable[[], bool]) -> None:
+        """Move the focus by Tab alone, from where it is, to an element whose name matches, and press a key there."""
+        for _ in range(MOST_TABS):
+            self.page.keyboard.press("Tab")
+            if re.match(name, self.page.evaluate(FOCUSED)):
+                break
+        else:
+            raise AssertionError(f"{name!r} is not reached by {MOST_TABS} times Tab")
+        self.does(f"{key} at {name!r}", lambda: self.page.keyboard.press(key), then)
 
     def ends(self, refused: int = 0) -> None:
         """Nothing went wrong, but that the server has refused so many questions, as it should."""
@@ -267,7 +285,38 @@ def drag(page: Page, canvas: Locator) -> None:
     page.mouse.up()
 
 
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 800)])
+def test_all_views_are_reached_by_keys_alone(browser: Browser, address: str) -> None:
+    """A path through explorer, layouts, timeline, export, comparison, runs and a run: Tab, Enter, Space and arrows."""
+    user = User(browser, address)
+    page, words = user.page, user.page.locator("#layout").input_value
+    status = "figure.timeline .status"
+    user.asks()
+
+    def shows(text: str, place: str = "main") -> Callable[[], bool]:
+        return lambda: text in user.shows(place)
+
+    user.tabs("Skip to the content", "Enter", lambda: page.evaluate("() => document.activeElement.id") == "content")
+    user.tabs("Keep to compare", "Enter", shows("Kept", "#state"))
+    user.tabs(r"\d+ layouts as a table", "Enter", lambda: page.locator("#layouts[open]").count() == 1)
+    user.tabs(r".*micro_batch=", "ArrowDown", lambda: words() != "")
+    user.tabs("timeline", "ArrowRight", shows("stage 0: 0F0", status))
+    user.tabs("copy: ", "Enter", lambda: user.shows("button.copy") in ("Copied", "Marked"))
+    with page.expect_download() as saved:
+        user.tabs("Save the layout", "Enter", lambda: True)
+    assert saved.value.suggested_filename == "layout.json"
+    user.tabs("Compare with", "Enter", shows("lines differ"))
+    user.tabs("Runs$", "Enter", shows("4 runs"))
+    user.tabs("compare first$", "Space", shows("Mark", "#pair-state"))
+    user.tabs("compare second$", "Space", lambda: page.locator("#compare-runs").is_enabled())
+    user.tabs("Compare the plans", "Enter", shows("4 micro-batches"))
+    user.tabs("Runs$", "Enter", shows("4 runs"))
+    user.tabs("first$", "Enter", shows("The ledger"))
+    page.wait_for_selector("figure.ready")
+    user.tabs("timeline", "ArrowRight", shows("rank 0 predicted: ", status))
+    user.ends()
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 800), ("light", 800)])
 def test_pages_are_accessible_and_fit_the_window(browser: Browser, address: str, scheme: str, width: int) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
     user = User(
@@ -350,6 +399,25 @@ def test_static_pages_draw_their_timeline_alone(browser: Browser, folder: Path, 
     ]
     assert user.page.evaluate("() => document.querySelectorAll('noscript svg').length") == 0  # a picture for others
     user.ends()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_static_pages_are_accessible_and_fit_the_window(
+    browser: Browser, folder: Path, tmp_path: Path, scheme: str
+) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
+    pages = {"report": render_run(read_run(folder / "first")), "plan --report": render(REPORT)}
+    for name, text in pages.items():
+        page = tmp_path / "page.html"
+        page.write_text(text, encoding="utf-8")
+        user = User(
+            browser, page.as_uri(), color_scheme=scheme, viewport={"width": 800, "height": 900}, bypass_csp=True
+        )  # axe is run in the page
+        user.page.wait_for_selector("figure.ready")
+        found = axe.Axe().run(user.page).response["violations"]
+        assert [(each["id"], [node["html"] for node in each["nodes"]]) for each in found] == [], name
+        assert user.page.evaluate("() => document.documentElement.scrollWidth") <= 800, name
+        user.ends()
 
 
 def test_without_scripts_a_static_page_shows_the_picture(browser: Browser, folder: Path, tmp_path: Path) -> None:

@@ -11,17 +11,20 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.catalog import load_device, load_software
+from meshwright.catalog import load_software
 from meshwright.cost.closed_form import predict_step
+from meshwright.cost.fabric import Fabric
 from meshwright.cost.occupancy import peak_memory
 from meshwright.cost.optimizer import ADAMW
 from meshwright.cost.program import step_work
 from meshwright.cost.work import Compute, StageWork
-from meshwright.ir.cluster import Cluster, Level, Member
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.cluster_names import load_device
 from meshwright.ir.device import Device
 from meshwright.ir.files import decode, encode_json
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout_text import layout_text
+from meshwright.ir.level import Level, Member
 from meshwright.ir.part import part_of, stage_cluster
 from meshwright.ir.program import Program
 from meshwright.lower.plans import PlanLowering
@@ -32,7 +35,7 @@ from meshwright.planner.foretell import foretell
 from meshwright.planner.inter_op.assemble import assemble
 from meshwright.planner.inter_op.chain import chain_of
 from meshwright.planner.inter_op.layer_work import LayerPrices
-from meshwright.planner.inter_op.unequal import moved_bytes, with_transfers
+from meshwright.planner.inter_op.unequal import with_transfers
 from meshwright.planner.layout_search import Search
 from meshwright.planner.time_limit import TimeLimit
 from meshwright.planner.unlike_stages import UnlikeStages
@@ -132,9 +135,8 @@ def test_assembled_unequal_stages_cost_what_the_program_of_the_model_costs(
         works.append(prices.of(mw.Layout(pp=2, microbatches=4, **own)))  # type: ignore[arg-type]
     assembled = assemble(works, chain.priced(ranges), layout.pipeline, ADAMW, accumulates=True)
     facts = [[of.facts[layer] for layer in layers] for of, layers in zip(works, chain.priced(ranges), strict=True)]
-    pairs = [(own.get("dp", 1), own.get("tp", 1)) for own in sizes]
     assembled = with_transfers(
-        assembled, pairs, [each[-1].up_bytes for each in facts], [each[0].down_bytes for each in facts]
+        assembled, Fabric(cluster, mesh), [each[-1].up_bytes for each in facts], [each[0].down_bytes for each in facts]
     )
 
     whole = lowering(tied)
@@ -151,14 +153,6 @@ def test_assembled_unequal_stages_cost_what_the_program_of_the_model_costs(
     assert played[1] == pytest.approx(played[0], rel=0.08)
     peaks = [[rank.peak_bytes for rank in peak_memory(work, schedule)] for work in (real, assembled)]
     assert peaks[1] == pytest.approx(peaks[0], rel=0.1)
-
-
-def test_bytes_that_cross_between_stages() -> None:
-    assert moved_bytes(1200, (1, 1), (3, 1)) == 1200, "one rank sends everything"
-    assert moved_bytes(1200, (3, 1), (1, 1)) == 400
-    assert moved_bytes(1200, (1, 2), (2, 1)) == 600, "two ranks with the same values share the work"
-    assert moved_bytes(1200, (2, 1), (1, 2)) == 600 + 600, "each receives a half, and sends it to the other"
-    assert moved_bytes(1200, (1, 4), (1, 4)) == 300 + 900
 
 
 # --- plans by hand on unlike devices ---------------------------------------------------------------------------------

@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.catalog import cluster_names, device_names, load_cluster, load_device, reported_cluster
+from meshwright.catalog import load_cluster, reported_cluster
 from meshwright.errors import ClusterError, FileFormatError
 from meshwright.ir.cluster import Cluster
+from meshwright.ir.cluster_names import cluster_names, device_names, load_device
 
 
 @pytest.mark.parametrize("name", cluster_names())

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from meshwright.errors import ClusterError, FileFormatError
 from meshwright.ir import files
-from meshwright.ir.cluster import Cluster, CollectiveTiming, Level, Member
+from meshwright.ir.cluster import Cluster, CollectiveTiming
 from meshwright.ir.device import Device
+from meshwright.ir.level import Level, Member
 
 CHIP = Device(
     name="chip",

@@ -6,9 +6,10 @@ import pytest
 from meshwright.cost.coded import CodecCosts, coded_s
 from meshwright.cost.collective import Group, Network
 from meshwright.cost.work import CodedElements
-from meshwright.ir.cluster import Cluster, CodecTiming, Level
+from meshwright.ir.cluster import Cluster, CodecTiming
 from meshwright.ir.codec import codec_of
 from meshwright.ir.device import Device
+from meshwright.ir.level import Level
 from meshwright.ir.program import CollectiveKind
 from meshwright.schedules.collectives.coded import coded
 from meshwright.schedules.collectives.coded_bytes import chunk_of, in_bytes

@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 
 from meshwright.cost.collective import Group, Network
 from meshwright.errors import PlanError
-from meshwright.ir.cluster import Cluster, CollectiveTiming, Level
+from meshwright.ir.cluster import Cluster, CollectiveTiming
 from meshwright.ir.device import Device
+from meshwright.ir.level import Level
 from meshwright.schedules.collectives.choice import NATIVE, chosen, parsed, written
 from meshwright.schedules.collectives.operations import ALGORITHMS
 

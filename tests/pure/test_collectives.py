@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from meshwright.catalog import load_cluster
 from meshwright.cli import run as cli
 from meshwright.errors import LayoutError, ScheduleError
-from meshwright.ir.cluster import Cluster, Level
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.level import Level
 from meshwright.prediction.collectives import compare
 from meshwright.schedules.collectives.check import check
 from meshwright.schedules.collectives.hierarchy import (

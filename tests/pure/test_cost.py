@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.catalog import load_cluster, load_device
+from meshwright.catalog import load_cluster
 from meshwright.catalog.models import load_model
 from meshwright.cost.collective import Group, Network
 from meshwright.cost.kernels import Rates
@@ -17,6 +17,7 @@ from meshwright.cost.memory import estimate_memory, in_flight, layer_activation_
 from meshwright.cost.setup import Setup
 from meshwright.cost.step import KnownCosts, estimate_step, stage_parameters, step_pieces
 from meshwright.errors import ClusterError, LayoutError
+from meshwright.ir.cluster_names import load_device
 from meshwright.ir.software import Software
 
 A100 = load_device("a100-80gb")
@@ -101,6 +102,22 @@ def test_a_box_without_a_switch_has_few_links_between_few_devices(ranks: int, me
         measured_s, rel=0.1
     )
     assert Network(load_cluster("v100-dgx2")).collective_s("all_reduce", 2**25, Group(2)) < 0.5e-3
+
+
+# Ranks and seconds of an all-gather of 1 GiB by NCCL on Perlmutter and by RCCL on Frontier
+# (github.com/axonn-ai/sc2025-pccl-reproducer, data/perlmutter, data/all_gather, data/all_gather_3, data/frontier).
+GATHERS = {
+    "perlmutter": ((16, 16.35e-3), (32, 16.52e-3), (128, 18.02e-3), (512, 20.07e-3), (1024, 26.56e-3)),
+    "frontier": ((8, 10.53e-3), (32, 14.54e-3), (64, 18.06e-3)),
+}
+
+
+@pytest.mark.parametrize(
+    ("machine", "ranks", "measured_s"), [(name, *each) for name, rows in GATHERS.items() for each in rows]
+)
+def test_all_gathers_over_slingshot_are_those_measured(machine: str, ranks: int, measured_s: float) -> None:
+    network = Network(load_cluster(machine, ranks))
+    assert network.collective_s("all_gather", 2**30, Group(ranks)) == pytest.approx(measured_s, rel=0.2)
 
 
 @given(st.sampled_from([1, 2, 4, 8, 16, 64, 512]), st.sampled_from([1, 8, 64]), st.integers(2**31, 2**36))

@@ -6,12 +6,12 @@ import msgspec
 import pytest
 import torch
 
-from meshwright.catalog import load_device
 from meshwright.cost.attention import scratch_bytes
 from meshwright.cost.convnet import layer_cost
 from meshwright.cost.fitted_kernels import fitted_kernels
 from meshwright.cost.kernels import Cost, Rates
 from meshwright.errors import ClusterError
+from meshwright.ir.cluster_names import load_device
 from meshwright.ir.convnet import NetLayer
 from meshwright.ir.device import Device, Kernels
 from meshwright.ir.kernel import Kernel, Product

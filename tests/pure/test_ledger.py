@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 
 from meshwright.errors import TraceError
 from meshwright.ir import files
-from meshwright.ir.cluster import Cluster, Level
+from meshwright.ir.cluster import Cluster
 from meshwright.ir.copies import KEPT, STAGED, MemoryPart
 from meshwright.ir.data_use import DataUse
 from meshwright.ir.device import Device
 from meshwright.ir.interval import interval
 from meshwright.ir.layout import Layout
 from meshwright.ir.ledger import Ledger
+from meshwright.ir.level import Level
 from meshwright.ir.make_ledger import make_ledger
 from meshwright.ir.plan import Alternative, Note, Plan, Prediction, Stage
 from meshwright.ir.trace import MemorySample, Span, Trace, TraceSource

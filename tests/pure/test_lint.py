@@ -102,6 +102,14 @@ def test_a_duration_may_pass_although_ranks_share_cores(verdict: Verdict, rules:
     assert [refusal.rule for refusal in lint(result) if refusal.rule == "cores"] == rules
 
 
+@pytest.mark.parametrize(("busy_cores", "rules"), [(0.8, []), (2.0, []), (2.1, ["cores"])])
+def test_ranks_that_sleep_are_judged_by_the_cores_that_they_keep_busy(busy_cores: float, rules: list[str]) -> None:
+    example = planted("more-ranks-than-cores")
+    busy = {name: msgspec.structs.replace(one, busy_cores=busy_cores) for name, one in example.settings.items()}
+    result = msgspec.structs.replace(example, settings=busy)
+    assert [refusal.rule for refusal in lint(result) if refusal.rule == "cores"] == rules
+
+
 def test_every_rule_and_every_file_is_tried() -> None:
     assert {path.stem for path in PLANTED.glob("*.json")} == {*REFUSED, "honest"}
     assert {rule for rule, _, _ in REFUSED.values()} == {rule.name for rule in RULES}

@@ -24,8 +24,9 @@ from meshwright.cost.occupancy import (
 )
 from meshwright.cost.work import Communicate, Compute, StageWork, StepWork
 from meshwright.errors import ClusterError
-from meshwright.ir.cluster import Cluster, CollectiveTiming, Level, Operation
+from meshwright.ir.cluster import Cluster, CollectiveTiming, Operation
 from meshwright.ir.device import Condition, Device, Kernels
+from meshwright.ir.level import Level
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.schedule import Action, Schedule
 from meshwright.ir.software import Software, Spread
@@ -182,7 +183,7 @@ def test_schedules_with_few_and_more_micro_batches_are_predicted_together(name: 
     order = order_of(schedules[0])
     seconds = [1.0 + number for number in range(len(order.distinct))]
     times = order.times((seconds[kind] for kind in order.kinds), 3)
-    assert order.ends(seconds, 3) == [each[-1][1] for each in times]
+    assert order.ends(seconds, [0.0] * 3) == [each[-1][1] for each in times]
 
 
 def test_messages_and_collectives_are_added() -> None:

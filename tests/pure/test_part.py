@@ -5,11 +5,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from meshwright.catalog import load_cluster, load_device
+from meshwright.catalog import load_cluster
 from meshwright.cost.collective import Group, Network
 from meshwright.cost.fabric import Fabric
 from meshwright.cost.work import Communicate
-from meshwright.ir.cluster import Cluster, Level, Member
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.cluster_names import load_device
+from meshwright.ir.level import Level, Member
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.part import memory_of, part_of, pools_of, stage_cluster
 

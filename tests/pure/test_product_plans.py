@@ -10,7 +10,8 @@ from meshwright.catalog import load_cluster
 from meshwright.cost.collective import Group, Network
 from meshwright.cost.product import LocalProducts, hides, product_s
 from meshwright.errors import LayoutError
-from meshwright.ir.cluster import Cluster, Level
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.level import Level
 from meshwright.planner.products import ORDERS, PANELS, plan_product
 from meshwright.schedules.products.choose import OVERS, grids
 from meshwright.schedules.products.grid import Grid, ProductPlan

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from meshwright.cost.collective import Group, Network
 from meshwright.cost.recalibrate import MOST, Corrections, factors, with_slower_levels
 from meshwright.errors import ClusterError
-from meshwright.ir.cluster import Cluster, CollectiveTiming, Level, Member
+from meshwright.ir.cluster import Cluster, CollectiveTiming
 from meshwright.ir.device import Device, Kernels
 from meshwright.ir.ledger import Ledger, RankEntry
+from meshwright.ir.level import Level, Member
 from meshwright.ir.summary import RankTimes
 
 CORE = Device(

@@ -44,10 +44,10 @@ def at(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in box)
 
 
-def run(crossing: Crossing) -> TransferPlan:
+def run(crossing: Crossing, receivers: tuple[int, ...] = ()) -> TransferPlan:
     """Executes a plan on every rank, checks all that it promises, and returns it."""
     shape, source, source_sizes, target, target_sizes = crossing
-    plan = transfer(shape, source, source_sizes, target, target_sizes)
+    plan = transfer(shape, source, source_sizes, target, target_sizes, receivers)
     whole = np.arange(math.prod(shape), dtype=np.int64).reshape(shape)
     held, wanted = cut(whole, source, source_sizes), cut(whole, target, target_sizes)
     (part,) = {part.shape for part in wanted}
@@ -62,7 +62,7 @@ def run(crossing: Crossing) -> TransferPlan:
         got[piece.target][at(piece.target_box)] = value
         writes[piece.target][at(piece.target_box)] += 1
         crossed[value.reshape(-1)] += 1
-    assert (crossed == 1).all()
+    assert (crossed == groups_that_want(wanted, receivers or (len(wanted),), shape)).all()
 
     awaited = [np.ones(part, np.int64) for _ in wanted]
     for gather in plan.gathers:
@@ -80,8 +80,19 @@ def run(crossing: Crossing) -> TransferPlan:
 
     order = [(piece.target, piece.source, piece.target_box) for piece in plan.pieces]
     assert order == sorted(order)
-    assert plan == transfer(shape, source, source_sizes, target, target_sizes)
+    assert plan == transfer(shape, source, source_sizes, target, target_sizes, receivers)
     return plan
+
+
+def groups_that_want(wanted: list[Array], receivers: tuple[int, ...], shape: tuple[int, ...]) -> Array:
+    """The number of groups of receivers with a rank that needs the element, for every element."""
+    count, first = np.zeros(math.prod(shape), np.int64), 0
+    for size in receivers:
+        needed = np.zeros_like(count)
+        for part in wanted[first : first + size]:
+            needed[part.reshape(-1)] = 1
+        count, first = count + needed, first + size
+    return count
 
 
 def complete(gather: Gather, got: list[Array], shape: tuple[int, ...]) -> None:
@@ -140,6 +151,52 @@ def crossings(draw: st.DrawFn) -> Crossing:
 @given(crossings())
 def test_every_element_arrives(crossing: Crossing) -> None:
     run(crossing)
+
+
+@given(crossings(), st.data())
+def test_every_element_arrives_once_in_every_group_that_needs_it(crossing: Crossing, data: st.DataObject) -> None:
+    receivers, left = list[int](), math.prod(crossing[4].values())
+    while left:
+        receivers.append(data.draw(st.integers(1, left)))
+        left -= receivers[-1]
+    plan = run(crossing, tuple(receivers))
+    group_of = [group for group, size in enumerate(receivers) for _ in range(size)]
+    for gather in plan.gathers:
+        assert len({group_of[rank] for rank in gather.ranks}) == 1, "ranks of other groups take no part"
+
+
+# Two ranks of one box send 48 elements to eight ranks of two other boxes, which all need all of them.
+BOXES = [range(2), range(2, 6), range(6, 10)]
+
+
+@pytest.mark.parametrize(
+    ("receivers", "between", "inside"),
+    [
+        ((8,), 48 + 8 * 4 * 6, 8 * 3 * 6),  # every chunk of 6 elements is sent to 4 ranks of the other box
+        ((4, 4), 2 * 48, 8 * 3 * 12),  # once per box; every chunk of 12 elements stays inside
+        ((1,) * 8, 8 * 48, 0),
+    ],
+    ids=str,
+)
+def test_elements_that_cross_between_boxes(receivers: tuple[int, ...], between: int, inside: int) -> None:
+    plan = run(((48,), {}, {"tp": 2}, {}, {"tp": 8}), receivers)
+    box_of = {rank: number for number, ranks in enumerate(BOXES) for rank in ranks}
+    messages = [(piece.source, 2 + piece.target, piece.source_box) for piece in plan.pieces]
+    for gather in plan.gathers:
+        for rank, box in zip(gather.ranks, gather.boxes, strict=True):
+            assert box is not None
+            messages += [(2 + rank, 2 + other, box) for other in gather.ranks if other != rank]
+    counted = {True: 0, False: 0}
+    for sender, receiver, box in messages:
+        counted[box_of[sender] != box_of[receiver]] += math.prod(stop - start for start, stop in box)
+    assert (counted[True], counted[False]) == (between, inside)
+
+
+@pytest.mark.parametrize("receivers", [(3,), (2, 3), (4, 0), (5, -1)], ids=str)
+def test_receivers_that_are_not_the_ranks_of_the_stage_are_refused(receivers: tuple[int, ...]) -> None:
+    with pytest.raises(PlanError, match=f"{receivers[0]}.* ranks receive, the stage has 4") as error:
+        transfer((8,), {}, {}, {}, {"tp": 4}, receivers)
+    assert error.value.where == "receivers"
 
 
 @given(crossings())

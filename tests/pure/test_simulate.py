@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from meshwright.cost.collective import Group, Network
 from meshwright.cost.work import Communicate, Compute, Piece, StageWork, StepWork, Wait
 from meshwright.errors import ClusterError, LayoutError, ScheduleError
-from meshwright.ir.cluster import Cluster, Level
+from meshwright.ir.cluster import Cluster
 from meshwright.ir.device import Device
+from meshwright.ir.level import Level
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.schedule import Schedule
 from meshwright.schedules.passes import add_communication, add_reduction

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from meshwright.cost.alpha_beta import Hop, gamma_s_per_byte, steps_s
 from meshwright.cost.collective import Group, Network
-from meshwright.ir.cluster import Cluster, Level
+from meshwright.ir.cluster import Cluster
 from meshwright.ir.device import Device
+from meshwright.ir.level import Level
 from meshwright.schedules.collectives.hierarchy import equal_boxes
 from meshwright.schedules.collectives.operations import ALGORITHMS, all_reduce, build
 from meshwright.simulate.collectives import alone_s, shared_s

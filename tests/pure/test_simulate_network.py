@@ -12,8 +12,9 @@ from meshwright.cost.collective import Group, Network
 from meshwright.cost.fabric import Fabric
 from meshwright.cost.work import Communicate, Compute, Piece, StageWork, StepWork, Wait
 from meshwright.errors import ClusterError, LayoutError
-from meshwright.ir.cluster import Cluster, CollectiveTiming, Level, Member
+from meshwright.ir.cluster import Cluster, CollectiveTiming
 from meshwright.ir.device import Device
+from meshwright.ir.level import Level, Member
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.schedule import Schedule
 from meshwright.schedules.passes import add_communication, add_reduction

@@ -9,9 +9,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from meshwright.errors import LayoutError
-from meshwright.ir.cluster import Cluster, Level
+from meshwright.ir.cluster import Cluster
 from meshwright.ir.consistency import ASYNC, Consistency, Gossip, Local, Server, Sync, consistency_of
 from meshwright.ir.device import Device
+from meshwright.ir.level import Level
 from meshwright.schedules.clocks import awaited, least_clock
 from meshwright.simulate.faults import Faults, ReplicaFaults
 from meshwright.simulate.letters import ReplicaStep

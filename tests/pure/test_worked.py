@@ -11,9 +11,11 @@ import msgspec
 import pytest
 
 from meshwright import worked
-from meshwright.catalog import load_cluster
-from meshwright.catalog.models import load_network
+from meshwright.catalog import load_cluster, with_software
+from meshwright.catalog.models import load_network, make_model
 from meshwright.cli import run as cli
+from meshwright.cost.setup import Setup
+from meshwright.cost.step import estimate_step
 from meshwright.errors import FileFormatError, LayoutError
 from meshwright.ir import files
 from meshwright.ir.result import Result, Utilization
@@ -51,7 +53,7 @@ WRONG = {
 """Claims that do not hold; all others agree or round."""
 
 MISSED = {
-    "megatron-scaling": ["128 V100, tp = 2: 83 %", "512 V100, tp = 8: 74 %"],
+    "megatron-scaling": ["128 V100, tp = 2: 83 %"],
     "percent-of-peak": ["AxoNN 40 B, 4,096 A100: 49 %", "AxoNN 160 B, 16,384 GCDs: 26 %"],
     "sparcml": [
         "VGG19, 4 bits, 8 nodes: step 1.55 x, communication 3.31 x as fast",
@@ -129,6 +131,23 @@ def test_the_crossover_of_data_and_tensor_parallelism_is_found() -> None:
     assert recompute("dp-vs-tp").lines[0].ours == "2,731 rows"
 
 
+def test_the_hidden_fraction_of_collectives_gives_the_published_step() -> None:
+    cluster = load_cluster(planning.A100, 4096)
+    setup = Setup(
+        model=make_model("gpt", layers=38, hidden=9216, heads=72, vocabulary=51200, sequence=2048),
+        dp=4096, grid=(1, 1, 256), micro_batch=2, global_batch=8192, recompute="full",
+    )  # fmt: skip
+    found = planning.published_step(setup, cluster, 48.5)
+    assert found.percent > 55
+    assert 0 < found.hidden < found.usual
+    overlapping = msgspec.structs.replace(cluster.software, hidden=found.hidden)
+    assert estimate_step(setup, with_software(cluster, overlapping)).step_s == pytest.approx(found.published_s)
+    assert "it follows if collectives were 1" in found.why
+    slower = planning.published_step(setup, cluster, 40)
+    assert slower.hidden < 0
+    assert "even if nothing overlapped, kernels must have been" in slower.why
+
+
 def test_how_far_is_rounding() -> None:
     told = [compared("c", 100, found, "", "").verdict for found in (100.5, 104, 120)]
     assert told == ["agrees", "rounds", "claim wrong"]
@@ -194,7 +213,7 @@ def test_towers_take_half_of_the_time_of_one_gpu_and_some_for_their_exchange() -
 
 def test_without_a_result_file_nothing_is_measured(tmp_path: Path) -> None:
     found = worked.recompute("utilization", results=tmp_path)
-    assert [(line.verdict, line.ours) for line in found.lines] == [("not measured", "there is no utilization.json")] * 2
+    assert [(line.verdict, line.ours) for line in found.lines] == [("not measured", "there is no utilization.json")] * 4
     assert found.lines[1].claim == "typical code reaches 10-15 % of a chip"
     assert "`make bench-utilization` in a checkout writes the file" in found.lines[0].why
 
@@ -211,12 +230,26 @@ def test_utilization_is_read_from_the_file_of_the_benchmark() -> None:
     (one,) = (each for each in result.findings if isinstance(each, Utilization))
     product = msgspec.structs.replace(one, target="matrix product: part of the peak", fraction=0.81)
     step = msgspec.structs.replace(one, target="naive step: part of the peak", fraction=0.35)
-    lines = list(kept.utilization(msgspec.structs.replace(result, findings=(step, product))))
+    small = msgspec.structs.replace(one, target="step of small operators: part of the peak", fraction=0.12)
+    lines = list(kept.utilization(msgspec.structs.replace(result, findings=(step, product, small))))
     assert [(line.claim, line.verdict) for line in lines] == [
         ("large matrix products reach 80 % of a chip", "agrees"),
         ("typical code reaches 10-15 % of a chip", "we differ"),
+        ("the same, as a step of small operators", "agrees"),
+        ("the same, as a product whose rows are multiplied one at a time", "not measured"),
     ]
     assert "of 112 GFLOP/s (nominal: 3.5 GHz" in lines[0].why
+
+
+def test_a_part_of_a_nominal_peak_is_also_one_of_the_measured_peak() -> None:
+    result = files.load(Path(__file__).parent / "results" / "honest.json", Result)
+    (one,) = (each for each in result.findings if isinstance(each, Utilization))
+    notes = {"other_peaks": {"measured: the fastest product": one.peak.flops_per_s / 2}}
+    product = msgspec.structs.replace(one, target="matrix product: part of the peak", fraction=0.4, notes=notes)
+    line = next(kept.utilization(msgspec.structs.replace(result, findings=(product,))))
+    assert line.verdict == "we differ"
+    assert line.ours == "40.0% of the peak, 80% of the 56 GFLOP/s of the fastest product that was measured"
+    assert "a nominal peak counts all cores as whole ones" in line.why
 
 
 def test_examples_with_models_are_computed_by_what_is_given() -> None:

@@ -32,8 +32,10 @@ from meshwright.api.times import times_file
 from meshwright.api.trainers import auto_parallelize, parallelize, verify
 from meshwright.api.worked_examples import recompute_captured
 from meshwright.capture.opaque import opaque
-from meshwright.catalog import cluster_names, load_cluster
+from meshwright.catalog import load_cluster
 from meshwright.ir.cluster import Cluster
+from meshwright.ir.cluster_names import cluster_names
+from meshwright.planner.by_sizes import QuickAnswer
 from meshwright.runtime.failures import Status
 from meshwright.runtime.launch import add_environment, launched, launched_rank, meeting, num_cores, num_devices
 from meshwright.runtime.launch_replicas import run_replicas
@@ -58,6 +60,7 @@ __all__ = [
     "PlanSize",
     "Preemption",
     "Progress",
+    "QuickAnswer",
     "Restarts",
     "Status",
     "Trained",

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import msgspec
 
-from meshwright.comm.flight_recorder import ask
 from meshwright.comm.flights import condition_of
 from meshwright.comm.stacks import demand, last_stack
+from meshwright.comm.transport.flight_recorder import ask
 from meshwright.comm.transport.process import Process, box
 from meshwright.comm.watchdog import REPORT
 from meshwright.errors import FileFormatError

@@ -6,10 +6,12 @@ from typing import get_args
 
 import msgspec
 import torch
+from torch import nn
 
 from meshwright import build
 from meshwright.api.machine import known_cluster
 from meshwright.api.plans import capture, choose, cost_of, loaded, plan, precision_of, simulate
+from meshwright.api.quick import quick_answer_of
 from meshwright.api.run_memory import beside_steps
 from meshwright.cost.occupancy import Occupancy, box_of, fit_chance, memory_verdict, num_peers, taken_bytes
 from meshwright.cost.optimizer import OptimizerCost
@@ -24,6 +26,7 @@ from meshwright.ir.run import Run
 from meshwright.ir.trace import Trace
 from meshwright.lower.plans import PlanLowering
 from meshwright.planner import compare
+from meshwright.planner.by_sizes import QuickAnswer
 from meshwright.planner.candidates import Only
 from meshwright.planner.checks import check_strict
 from meshwright.planner.compare import SearchComparison, SearchCosts
@@ -42,7 +45,7 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
     """A plan with its prediction, and whether it fits in a rank's memory (``verdict``, with the chance that it does).
     ``constants``: the source of the cluster's constants. ``software``: the name of the software profile. ``programs``:
     the programs of one rank, if a rank was asked for. ``changes``: if the layout may not fit, single changes that would
-    make it fit, the fastest first. ``lost``: why another layout was not chosen, if the caller asked.
+    make it fit, the cheapest first. ``lost``: why another layout was not chosen, if the caller asked.
     ``copies``: the copies of the state in a rank's memory, which the verdict counts; none if there is no room for
     them."""
 
@@ -68,19 +71,22 @@ def plan_run(
     *,
     fresh: bool = False,
     stop: Callable[[], bool] = lambda: False,
+    quick: Callable[[QuickAnswer], None] | None = None,
     allow: Sequence[str] = (),
 ) -> Planned:
     """The plan of a RUN.toml for ``ranks`` ranks (0: the number of ranks in its layout or its cluster).
 
     ``program_of``: return the programs of this rank too. ``why_not``: also return the reason why this layout was not
     chosen. Each rank has ``memory_bytes`` (default: the memory of a device of the cluster). ``progress`` is called with
-    each layout that the search considers. ``fresh``, ``stop`` and ``allow`` are as in ``mw.plan``.
+    each layout that the search considers. ``fresh``, ``stop`` and ``allow`` are as in ``mw.plan``. Before a search,
+    ``quick`` is called with the best layout by the model's sizes, if sizes describe the run (``api.quick``); a search
+    that ends early considers this layout too.
 
     Raises:
         LayoutError: the layout does not fit the model or the batch; or no layout of the search fits in memory.
     """
     graph, chosen, optimizer = planned(
-        run, ranks, memory_bytes, progress, fresh=fresh, stop=stop, allow=allow
+        run, ranks, memory_bytes, progress, fresh=fresh, stop=stop, quick=quick, allow=allow
     )  # fmt: skip
     known = cluster_of(run, CPU, chosen.mesh.world_size)
     programs = _programs(graph, chosen, program_of) if program_of is not None else None
@@ -103,7 +109,14 @@ def plan_run(
     lost = None
     if verdict != "fits" and not chosen.layout.stage_sizes:
         changes = compare.changes_that_fit(
-            graph, chosen.layout, known, PlanLowering, memory_bytes=memory_bytes, optimizer=optimizer, clips=clips
+            graph,
+            chosen.layout,
+            known,
+            PlanLowering,
+            memory_bytes=memory_bytes,
+            optimizer=optimizer,
+            clips=clips,
+            graph_of=partial(_graph_of_batch, run) if chosen.layout.replicas == 1 else None,
         )
     if why_not is not None:
         lost = compare.why_not(
@@ -180,10 +193,18 @@ def planned(
     *,
     fresh: bool = False,
     stop: Callable[[], bool] = lambda: False,
+    quick: Callable[[QuickAnswer], None] | None = None,
     allow: Sequence[str] = (),
 ) -> tuple[Graph, Plan, OptimizerCost]:
     """The graph of a run, its plan, and the cost of its optimizer. The arguments are those of ``plan_run``."""
-    graph, optimizer, world_size = captured(run, ranks)
+    module, guess = None, None
+    if quick is not None and run.layout.searched and not allow:
+        module, count = build.model(run), _num_ranks(run, ranks)
+        batch, known = build.example_batch(run), cluster_of(run, CPU, count)
+        if (answer := quick_answer_of(run, module, batch, known, count, memory_bytes)) is not None:
+            guess = answer.layout
+            quick(answer)
+    graph, optimizer, world_size = captured(run, ranks, module)
     cluster, clips = run.layout.cluster or None, run.train.max_grad_norm > 0
     if allow and not run.layout.searched:
         remedy = "leave out dp, tp, ..., and set layout.plan = auto"
@@ -197,7 +218,8 @@ def planned(
         return plan(
             graph, known, devices=devices, memory_bytes=memory_bytes, optimizer=optimizer, clips=clips,
             offload=run.layout.offload != "none", codec=run.layout.codec, float8=run.layout.float8,
-            seconds=run.layout.seconds, fresh=fresh, copies=True, progress=progress, stop=stop,
+            seconds=run.layout.seconds, fresh=fresh, copies=True, guess=guess, progress=progress,
+            stop=stop,
         )  # fmt: skip
 
     if allow:
@@ -205,24 +227,35 @@ def planned(
     return graph, search(graph, world_size), optimizer
 
 
-def captured(run: Run, ranks: int) -> tuple[Graph, OptimizerCost, int]:
+def captured(run: Run, ranks: int, model: nn.Module | None = None) -> tuple[Graph, OptimizerCost, int]:
     """The graph of a run, the cost of its optimizer, and the number of ranks. If each replica is a process group of its
-    own, these are the graph and the number of ranks of one replica."""
-    world_size = ranks or run.num_ranks(cluster_of(run, CPU).num_devices if run.layout.cluster else launch.num_cores())
+    own, these are the graph and the number of ranks of one replica. ``model``: the model of the run, if it is already
+    built."""
+    world_size = _num_ranks(run, ranks)
     replicas = 1
     if not run.layout.searched:
         replica_layout, each = of_replica(layout_of(run), world_size)
         replicas, world_size = replica_layout.replicas, world_size if run.layout.file else each
-    graph = _graph(run, replicas)
+    graph = _graph(run, replicas, model)
     if run.layout.strict:
         check_strict(graph)
     return graph, cost_of(build.optimizer(run), graph), world_size
 
 
-def _graph(run: Run, replicas: int) -> Graph:
+def _graph_of_batch(run: Run, batch_size: int) -> Graph:
+    """The graph of a run with another global batch."""
+    return _graph(msgspec.structs.replace(run, data=msgspec.structs.replace(run.data, batch_size=batch_size)), 1)
+
+
+def _num_ranks(run: Run, ranks: int) -> int:
+    """``ranks``, or the number of ranks of the run's layout or cluster."""
+    return ranks or run.num_ranks(cluster_of(run, CPU).num_devices if run.layout.cluster else launch.num_cores())
+
+
+def _graph(run: Run, replicas: int, model: nn.Module | None = None) -> Graph:
     """The graph of one of several replicas, with this replica's part of the batch."""
     return capture(
-        build.model(run),
+        model or build.model(run),
         build.loss_function(run),
         World(num_replicas=replicas).part(build.example_batch(run)),
         precision=precision_of(run.layout.chosen(), run.layout.precision),

@@ -91,6 +91,7 @@ def plan(
     seconds: float | None = None,
     fresh: bool = False,
     copies: bool = False,
+    guess: Layout | None = None,
     progress: Callable[[str], None] = lambda what: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Plan:
@@ -119,7 +120,8 @@ def plan(
     The resulting plan is for one replica.
 
     ``copies``: on a CPU, a search leaves memory for the copies of the state that ``meshwright train`` makes beside its
-    steps, if it can (``cost.copies``). A note in the plan says how much.
+    steps, if it can (``cost.copies``). A note in the plan says how much. ``guess``: a layout that a search considers
+    too if it ends early.
 
     The plan of a search that ran to its end is kept in the user's cache. An equal request gets the kept plan without a
     search, and the log says so. The costs of the plan are computed again. ``fresh`` forces a new search. With
@@ -157,7 +159,7 @@ def plan(
             return plan(
                 graph, known, devices=devices, memory_bytes=memory_bytes, optimizer=optimizer, clips=clips, only=only,
                 offload=offload, codec=codec, float8=float8, rules=rules, seconds=seconds, fresh=fresh,
-                progress=progress, stop=stop,
+                guess=guess, progress=progress, stop=stop,
             )  # fmt: skip
 
         return leaving_room(within, held, known, count, memory_bytes)
@@ -174,6 +176,7 @@ def plan(
         planned = plan_auto(
             graph, request.devices, known, lambda graph: PlanLowering(graph, rules), memory_bytes=memory_bytes,
             optimizer=optimizer, clips=clips, only=only, offload=offload, codec=codec, float8=float8, clock=clock,
+            guess=guess,
         )  # fmt: skip
         if not rules:
             plan_cache.keep(request, planned)

@@ -263,14 +263,16 @@ def _interval(series: Series) -> Interval | tuple[()]:
 
 
 def cores(result: Result) -> Found:
-    """A judged finding has at most one rank per core or GPU. If ranks share a core, the operating system decides their
-    times. A duration may pass all the same: sharing makes it longer, and it is compared with no other."""
+    """A judged finding has at most one rank per core or GPU, or ranks that sleep, and together keep at most the cores
+    busy. If ranks share a core, the operating system decides their times. A duration may pass all the same: sharing
+    makes it longer, and it is compared with no other."""
     known = result.machine.num_devices
     for key, finding in result.keyed():
-        most = max((result.settings_of(series).ranks for _, series in series_of(finding, key)), default=0)
+        of_series = [result.settings_of(series) for _, series in series_of(finding, key)]
+        most = max((settings.busy_cores or settings.ranks for settings in of_series), default=0)
         passes_alone = isinstance(finding, Duration) and finding.verdict == "pass"
         if finding.verdict != "reported" and not passes_alone and known and most > known:
-            problem = f"is judged, but {most} ranks shared {known} cores (or GPUs)"
+            problem = f"is judged, but {most:g} ranks shared {known} cores (or GPUs)"
             yield f"{key}.verdict", problem, 'say "reported", or use fewer ranks'
 
 

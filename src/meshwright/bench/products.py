@@ -25,7 +25,8 @@ from meshwright.cost.collective import Network
 from meshwright.cost.product import LocalProducts, product_s
 from meshwright.emulation.network import run_in_boxes, why_not
 from meshwright.errors import LaunchError, LayoutError
-from meshwright.ir.cluster import CollectiveTiming, Level
+from meshwright.ir.cluster import CollectiveTiming
+from meshwright.ir.level import Level
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.result import Comparison, Finding, Result, Series, Settings
 from meshwright.ir.statistics import ratio

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.modules import transformer
 
 import meshwright.ops.attention_kernels  # noqa: F401 - defines meshwright::attention
 from meshwright.capture.precision import lowered
+from meshwright.torch_private import unread_masks
 
 SCALED_DOT_PRODUCT: Callable[..., Tensor] = F.scaled_dot_product_attention
 
@@ -80,15 +80,13 @@ class CapturedAttention:
         whether a mask is causal is off too, because it would read values. A mask is applied as it is, unless the caller
         passes ``is_causal=True``.
         """
-        fused, detect = torch.backends.mha.get_fastpath_enabled(), transformer._detect_is_causal_mask
+        fused = torch.backends.mha.get_fastpath_enabled()
         functions: Any = F
-        layers: Any = transformer
         functions.scaled_dot_product_attention = self
-        layers._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
         torch.backends.mha.set_fastpath_enabled(False)
         try:
-            yield
+            with unread_masks():
+                yield
         finally:
             functions.scaled_dot_product_attention = SCALED_DOT_PRODUCT
-            layers._detect_is_causal_mask = detect
             torch.backends.mha.set_fastpath_enabled(fused)

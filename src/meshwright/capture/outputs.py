@@ -15,13 +15,13 @@ from meshwright.torch_private import (
     FakeTensor,
     FakeTensorMode,
     dispatch_keys,
+    make_subclass,
     throw_on_data_pointer,
     warn_on_data_pointer,
 )
 
 aten = torch.ops.aten
 _META = torch.device("meta")
-_as_subclass: Any = Tensor._make_subclass
 _PLAIN = frozenset({
     int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format
 })  # fmt: skip
@@ -36,8 +36,9 @@ _NAMESPACES = frozenset({"aten", "prims", "meshwright", "meshwright_comm"})
 _AS_ON_META = frozenset({
     aten._native_batch_norm_legit.default, aten._native_batch_norm_legit.no_stats,
     aten._native_batch_norm_legit_functional.default, aten.native_batch_norm_backward.default,
-    aten.native_layer_norm.default, aten.native_layer_norm_backward.default, aten.threshold_backward.default,
-    aten.gelu.default, aten.gelu_backward.default, aten.hardtanh.default, aten.hardtanh_backward.default,
+    aten.native_layer_norm.default, aten.native_layer_norm_backward.default, aten.native_group_norm.default,
+    aten.native_group_norm_backward.default, aten.threshold_backward.default, aten.gelu.default,
+    aten.gelu_backward.default, aten.hardtanh.default, aten.hardtanh_backward.default,
     aten.nll_loss_forward.default, aten.nll_loss_backward.default, aten.nll_loss2d_forward.default,
     aten._log_softmax.default, aten._log_softmax_backward_data.default, aten._softmax.default,
     aten._softmax_backward_data.default, aten.upsample_bilinear2d.default, aten.relu.default, aten.silu.default,
@@ -63,7 +64,7 @@ _BATCH_NORMS = frozenset({
     aten._native_batch_norm_legit.default, aten._native_batch_norm_legit.no_stats,
     aten._native_batch_norm_legit_functional.default,
 })  # fmt: skip
-_NORMS = _BATCH_NORMS | {aten.native_layer_norm.default}
+_NORMS = _BATCH_NORMS | {aten.native_layer_norm.default, aten.native_group_norm.default}
 """Operators that keep statistics in float32 if their input is narrower, but not on the meta device."""
 
 
@@ -108,7 +109,7 @@ class _Form:
             value = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=_META)
             if self.alias is not None:
                 value.set_(tensors[self.alias].untyped_storage(), self.offset, self.shape, self.stride)
-        fake: FakeTensor = _as_subclass(
+        fake: FakeTensor = make_subclass(
             FakeTensor, value, False, dispatch_device=True, device_for_backend_keys=self.attributes[FAKE_DEVICE]
         )
         mode = tensors[0].fake_mode

@@ -106,14 +106,14 @@ def scaling(
 
 def utilization(
     size: int = typer.Option(2048, min=1, help="Rows and columns of the matrices."),
-    batch: int = typer.Option(8, min=1, help="Sequences in the batch of the training step."),
-    repetitions: int = typer.Option(15, min=5, help="Measurements of the product and of the step."),
+    batch: int = typer.Option(8, min=1, help="Sequences in the batch of the training steps."),
+    repetitions: int = typer.Option(15, min=5, help="Measurements of each product and step."),
     threads: int = typer.Option(0, min=0, help="Threads (cores) to use; 0: all cores."),
     peak: float = typer.Option(0.0, min=0.0, help="The CPU's peak in float32, in FLOP/s; 0: measure it."),
     as_json: bool = JSON,
     output: Path | None = OUTPUT,
 ) -> None:
-    """Measure a large matrix product and a naive training step as percent of this CPU's peak, in float32."""
+    """Measure tuned and naive products and training steps as percent of this CPU's peak, in float32."""
     from meshwright.bench.utilization import utilization as measure_utilization
 
     options = {"size": size, "batch": batch, "repetitions": repetitions, "threads": threads}

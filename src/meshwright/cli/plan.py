@@ -1,8 +1,9 @@
 """``meshwright plan``: show how a model is divided over ranks, and why, without running it."""
 
+import logging
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.table import Table
@@ -23,6 +24,11 @@ from meshwright.ir.plan import Plan
 from meshwright.ir.run import Run
 from meshwright.report.plan_difference import difference, difference_text
 from meshwright.report.program_text import program_text
+
+if TYPE_CHECKING:
+    from meshwright.api import QuickAnswer
+
+log = logging.getLogger("meshwright")
 
 EPILOG = display.examples(
     "meshwright plan gpt --dp 2 --tp 2",
@@ -210,10 +216,16 @@ def plan(
         refuse(context, OF_ONE, "--only searches for plans, and shows their costs")
         return show_searches(run, ranks, limit, only, fresh, as_json)
     with display.progress("capturing and planning") as bars, display.Interrupt(bars.say) as interrupt:
+
+        def quick(answer: "QuickAnswer") -> None:
+            interrupt.asked()  # from here on there is an answer, so Ctrl-C ends the search instead of the command
+            log.info("%s; the exact search follows", answer.text)
+
         try:
             planned = api.plan_run(
                 run, ranks, limit, lambda what: bars.say(f"planning: {what}"), rank if program else None,
-                layout_of(why_not) if why_not else None, fresh=fresh, stop=interrupt.asked, allow=allow,
+                layout_of(why_not) if why_not else None, fresh=fresh, stop=interrupt.asked, quick=quick,
+                allow=allow,
             )  # fmt: skip
         except LayoutError as error:
             if not interrupt.pressed:
@@ -239,6 +251,9 @@ def plan(
         display.console().print(f"  memory: {planned.verdict} in {room} {chance}")
         for change in planned.changes:
             costs = f"{change.step_s * 1e3:.4g} ms a step, {change.peak_bytes / 2**30:.3g} GiB a rank"
+            if chosen.prediction is not None:
+                now_s = chosen.prediction.step_s * chosen.mesh.world_size / chosen.batch_size
+                costs += f", {change.sample_device_s / now_s - 1:+.0%} device time for a sample"
             display.console().print(f"    it fits with {change.text}: {costs}")
         if planned.verdict == "does not fit" and not planned.changes and not chosen.layout.stage_sizes:
             display.console().print("    no single change makes it fit: --layout.plan auto looks for another layout")

@@ -9,14 +9,12 @@ see that its process is gone, and leave the note for the ranks of other boxes.
 import os
 import time
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from meshwright.comm.flight_recorder import FlightRecorder
 from meshwright.comm.transport.base import Trouble, timeout_of
+from meshwright.comm.transport.flight_recorder import FlightRecorder
 from meshwright.comm.transport.process import Process, box
 from meshwright.comm.transport.shared_memory import ENDED, SharedMemory
 from meshwright.errors import LostRankError
@@ -25,8 +23,6 @@ NOTE_S = 2.0
 """After a rank has lost a connection, it waits this many seconds for a note that names the lost rank."""
 LOOK_S = 0.02
 LEFT = "it has left the program"
-_TAG = 2
-"""The torch.distributed tag of the receives in ``close``; all other messages have other tags."""
 
 
 class Attendance:
@@ -141,13 +137,3 @@ class Attendance:
         with suppress(RuntimeError):  # the rank that kept the store may have ended
             if not self._store.check([key]):
                 self._store.set(key, "\n".join(note))
-
-
-def close(group: Any, *peers: int) -> None:
-    """Close this rank's gloo connections to ``peers`` of a group (default: all), so that peers stop waiting for it.
-    ``group`` is a process group, or a bare gloo backend."""
-    is_gloo = not isinstance(group, dist.ProcessGroup) or "gloo" in dist.get_backend(group)
-    for peer in (peers or range(group.size())) if is_gloo else ():
-        if peer != group.rank():
-            with suppress(RuntimeError):  # a receive that times out closes the connection
-                group.recv([torch.empty(1)], peer, _TAG).wait(timedelta(milliseconds=1))

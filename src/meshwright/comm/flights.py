@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshwright.comm.flight_recorder import FlightRecorder, ask
 from meshwright.comm.stacks import demand, last_stack
+from meshwright.comm.transport.flight_recorder import FlightRecorder, ask
 from meshwright.comm.transport.process import Process
 from meshwright.errors import FileFormatError
 from meshwright.ir import flight

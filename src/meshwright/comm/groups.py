@@ -15,7 +15,7 @@ from meshwright.comm import collective_kind, watch
 from meshwright.comm.collectives import Collectives
 from meshwright.comm.device_channel import device_channels
 from meshwright.comm.exchange_notes import bytes_of_first, gather_everywhere
-from meshwright.comm.member import MeasuredCoding, attend, member, naming, waiting
+from meshwright.comm.member import MeasuredCoding, attend, culprit, member, naming, waiting
 from meshwright.comm.notes import from_bytes, to_bytes
 from meshwright.comm.record import blocking
 from meshwright.comm.transport import stream
@@ -237,10 +237,10 @@ def channels(peers: Iterable[int], device: torch.device = CPU) -> dict[int, Chan
         return device_channels(world, wanted, device)
     if not wanted:
         return {}
-    known, progress, attendance = member(world).channels, member(world).progress, member(world).attendance
+    known, progress = member(world).channels, member(world).progress
     for peer, lane in _connected(world, "channel", wanted - set(known), stream.SLOTS).items():
         known[peer] = (
-            PointToPoint(world, peer, progress, attendance) if lane is None else Stream(lane, progress, world.rank())
+            PointToPoint(world, peer, progress, culprit) if lane is None else Stream(lane, progress, world.rank())
         )
     return {peer: known[peer] for peer in wanted}
 

@@ -12,11 +12,12 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from meshwright.comm.attendance import Attendance, close
+from meshwright.comm.attendance import Attendance
 from meshwright.comm.blocks import Blocks
 from meshwright.comm.collectives import Collectives
 from meshwright.comm.transport.base import Channel, Trouble
 from meshwright.comm.transport.mpi import Mpi
+from meshwright.comm.transport.point_to_point import close
 from meshwright.comm.transport.process import box
 from meshwright.comm.transport.progress import QUIET_S, RankStreams
 from meshwright.comm.watch import Watch

@@ -1,6 +1,6 @@
 """Products in pieces in memory that the GPUs of a group share: PyTorch's symmetric memory, where there is some.
 
-No GPU has run this module yet: it is checked on fake tensors, and by the CPU's form of the same operators.
+No GPU has run this module yet. The CPU's form of the same operators checks plans and numbers.
 """
 
 from collections.abc import Iterable

@@ -23,10 +23,10 @@ import torch.distributed as dist
 
 from meshwright.comm import pytorch_flight
 from meshwright.comm.far_flights import FarFlights
-from meshwright.comm.flight_recorder import FlightRecorder
 from meshwright.comm.flights import Flights
 from meshwright.comm.stacks import SignalledStacks, main_stack
 from meshwright.comm.transport.connections import Connection, connections, described
+from meshwright.comm.transport.flight_recorder import FlightRecorder
 from meshwright.comm.transport.progress import RankStreams
 from meshwright.errors import RankError
 from meshwright.ir.flight import Notes, Seen

@@ -1,17 +1,20 @@
-"""The time of a step in closed form: each action's pieces run one after the other, in the pipeline's schedule."""
+"""The time of a step in closed form: an action takes equal times for all micro-batches of the pipeline's schedule."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 
 import msgspec
 
 from meshwright.cost.collective import Network
 from meshwright.cost.fabric import Fabric, axis_group, piece_s
+from meshwright.cost.overlap import StagePiece, Streams, end_together
 from meshwright.cost.work import Communicate, Compute, Piece, StepWork, Wait
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.schedule import ActionKind, Schedule
-from meshwright.schedules.timing import order_of
+from meshwright.schedules.timing import Order, order_of
+
+_SUMS = ActionKind.REDUCE_GRAD.value
 
 
 class Predicted(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,17 +30,33 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True):
         return max(0.0, self.step_s - self.compute_s - self.communication_s)
 
 
-def predict_step(work: StepWork, schedule: Schedule, mesh: Mesh, cluster: Cluster) -> Predicted:
+def predict_step(
+    work: StepWork, schedule: Schedule, mesh: Mesh, cluster: Cluster, *, overlap: bool = False
+) -> Predicted:  # fmt: skip
     """Predict a step of ``work`` under ``schedule``, which includes sends. The result includes the software's time that
-    does not depend on micro-batches (``Software.step_s``). Communication is assumed not to overlap with compute. A
-    transfer is assumed to share links only with equal transfers of other groups, as in ``Network``."""
-    (predicted,) = predict_steps(work, [schedule], mesh, cluster)
+    does not depend on micro-batches (``Software.step_s``). A transfer is assumed to share links only with equal
+    transfers of other groups, as in ``Network``.
+
+    Without ``overlap``, communication does not overlap with compute. With ``overlap``, collectives run beside kernels
+    (``overlap.Streams``), sends do not block their rank, and ``communication_s`` has only the seconds in which kernels
+    wait for collectives. Unlike in the simulation, collectives do not continue during the next action, except for those
+    of a rank's last action."""
+    (predicted,) = predict_steps(work, [schedule], mesh, cluster, overlap=overlap)
     return predicted
 
 
-def predict_steps(work: StepWork, schedules: Sequence[Schedule], mesh: Mesh, cluster: Cluster) -> list[Predicted]:
+def predict_steps(
+    work: StepWork, schedules: Sequence[Schedule], mesh: Mesh, cluster: Cluster, *, overlap: bool = False
+) -> list[Predicted]:  # fmt: skip
     """``predict_step`` for schedules that differ only in their number of micro-batches."""
-    fabric, homes = Fabric(cluster, mesh), schedules[0].homes
+    every = (_beside if overlap else _in_turn)(work, schedules, Fabric(cluster, mesh))
+    more_s = cluster.software.step_s
+    return [msgspec.structs.replace(predicted, step_s=predicted.step_s + more_s) for predicted in every]
+
+
+def _in_turn(work: StepWork, schedules: Sequence[Schedule], fabric: Fabric) -> Iterator[Predicted]:
+    """Steps whose communication does not overlap with compute."""
+    homes = schedules[0].homes
 
     @cache
     def cost(number: int, kind: ActionKind) -> tuple[float, float]:
@@ -52,29 +71,87 @@ def predict_steps(work: StepWork, schedules: Sequence[Schedule], mesh: Mesh, clu
         return fabric.pieces_s(pieces, homes[number]), _computing_s(pieces)
 
     outside = []
-    for rank in range(len(schedules[0].ranks)):
-        stages = sorted(stage for stage, home in homes.items() if home == rank)
+    for rank, stages in enumerate(_stages(homes, len(schedules[0].ranks))):
         rest = [piece for stage in stages for piece in (*work.stages[stage].before, *work.stages[stage].after)]
-        outside.append((fabric.pieces_s(rest, homes[stages[0]] if stages else 0), _computing_s(rest)))
-    result = []
+        outside.append((fabric.pieces_s(rest, rank), _computing_s(rest)))
     for schedule in schedules:
         order = order_of(schedule)
         costs = [cost(*each) for each in order.distinct]
-        ends = order.ends([seconds for seconds, _ in costs], len(outside))
-        spent, computing = [0.0] * len(outside), [0.0] * len(outside)
-        for rank, kind in zip(order.ranks, order.kinds, strict=True):
-            spent[rank] += costs[kind][0]
-            computing[rank] += costs[kind][1]
-        busy = []
-        for rank, (outside_s, rest_s) in enumerate(outside):
-            compute = computing[rank] + rest_s
-            busy.append((compute, max(0.0, spent[rank] + outside_s - compute)))
-        step_s = max(end + outside_s for end, (outside_s, _) in zip(ends, outside, strict=True))
-        compute_s, communication_s = max(busy)
-        result.append(
-            Predicted(step_s=step_s + cluster.software.step_s, compute_s=compute_s, communication_s=communication_s)
+        ends = order.ends([seconds for seconds, _ in costs], [0.0] * len(outside))
+        yield _predicted(
+            max(end + rest_s for end, (rest_s, _) in zip(ends, outside, strict=True)), order, costs, outside
         )
-    return result
+
+
+def _beside(work: StepWork, schedules: Sequence[Schedule], fabric: Fabric) -> Iterator[Predicted]:
+    """Steps whose collectives run beside kernels. Gradients are reduced after a rank's last action."""
+    homes = schedules[0].homes
+
+    @cache
+    def action(number: int, kind: ActionKind) -> Streams:
+        pieces = work.stages[number].pieces.get(kind.value, ()) if kind.computes else ()
+        return Streams(fabric, homes[number]).run(number, pieces)
+
+    @cache
+    def cost(number: int, kind: ActionKind) -> tuple[float, float]:
+        """The seconds of an action, and the seconds of computing in it."""
+        pieces = work.stages[number].pieces.get(kind.value, ()) if kind.computes else ()
+        return action(number, kind).now_s, _computing_s(pieces)
+
+    @cache
+    def late_s(number: int, kind: ActionKind) -> float:
+        """The seconds of the message for which an action waits."""
+        source = number - 1 if kind is ActionKind.F else number + 1
+        if source not in homes:
+            return 0.0
+        num_bytes = work.stages[source].sent_up_bytes if source < number else work.stages[source].sent_down_bytes
+        return fabric.send_s(num_bytes, homes[source], homes[number]) if num_bytes else 0.0
+
+    begins, outside, last, after = [], [], [], []
+    for rank, stages in enumerate(_stages(homes, len(schedules[0].ranks))):
+        before = [(stage, piece) for stage in stages for piece in work.stages[stage].before]
+        begins.append(_run_alone(Streams(fabric, rank), before))
+        reduced = [each.stage for each in schedules[0].ranks[rank] if each.kind is ActionKind.REDUCE_GRAD]
+        sums = [(stage, piece) for stage in reduced for piece in work.stages[stage].pieces.get(_SUMS, ())]
+        after.append([*sums, *((stage, piece) for stage in stages for piece in work.stages[stage].after)])
+        acting = [each for each in schedules[0].ranks[rank] if each.kind.computes]
+        last.append(action(acting[-1].stage, acting[-1].kind) if acting else Streams(fabric, rank))
+        seconds = begins[-1] + _run_alone(last[-1].continued(0.0), after[-1])
+        outside.append((seconds, _computing_s(piece for _, piece in (*before, *after[-1]))))
+    for schedule in schedules:
+        order = order_of(schedule, direct=True)
+        costs = [cost(*each) for each in order.distinct]
+        ends = order.ends([seconds for seconds, _ in costs], begins, [late_s(*each) for each in order.distinct])
+        clocks = [streams.continued(end) for streams, end in zip(last, ends, strict=True)]
+        end_together(list(zip(clocks, after, strict=True)))
+        yield _predicted(max(clock.now_s for clock in clocks), order, costs, outside)
+
+
+def _run_alone(streams: Streams, pieces: Iterable[StagePiece]) -> float:
+    """The seconds after a rank has run these pieces without waiting for other stages."""
+    for stage, piece in pieces:
+        streams.run(stage, [piece])
+    return streams.now_s
+
+
+def _stages(homes: Mapping[int, int], num_ranks: int) -> list[list[int]]:
+    """The stages of each rank."""
+    return [sorted(stage for stage, home in homes.items() if home == rank) for rank in range(num_ranks)]
+
+
+def _predicted(
+    step_s: float, order: Order, costs: Sequence[tuple[float, float]], outside: Sequence[tuple[float, float]]
+) -> Predicted:  # fmt: skip
+    """A step. ``costs`` has the seconds of each kind of action, and the seconds of computing in it. ``outside`` has the
+    same for the work of each rank before and after its actions."""
+    spent, computing = map(list, zip(*outside, strict=True))
+    for rank, kind in zip(order.ranks, order.kinds, strict=True):
+        spent[rank] += costs[kind][0]
+        computing[rank] += costs[kind][1]
+    compute_s, communication_s = max(
+        (compute, max(0.0, whole - compute)) for whole, compute in zip(spent, computing, strict=True)
+    )
+    return Predicted(step_s=step_s, compute_s=compute_s, communication_s=communication_s)
 
 
 def pieces_s(pieces: Iterable[Piece], mesh: Mesh, network: Network) -> float:

@@ -8,7 +8,8 @@ from itertools import accumulate, pairwise
 import msgspec
 
 from meshwright.cost.alpha_beta import Carried, Hop, coded_steps_s, gamma_s_per_byte, steps_s
-from meshwright.ir.cluster import NETWORK, Cluster, Level
+from meshwright.ir.cluster import NETWORK, Cluster
+from meshwright.ir.level import Level
 from meshwright.ir.program import CollectiveKind
 from meshwright.ir.resharding import Link
 from meshwright.schedules.collectives.choice import CHOSEN, NATIVE, runs, written

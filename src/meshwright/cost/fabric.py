@@ -35,17 +35,20 @@ class Fabric:
         self._networks: dict[int, Network] = {}
         self._known: dict[tuple[object, ...], float] = {}
         self._sent: dict[tuple[int, int, int], float] = {}
+        self._sizes: dict[tuple[str, int], int] = {}
 
     def size(self, axis: str, stage: int = 0) -> int:
         """The number of ranks along an axis, in the groups of pipeline rank ``stage`` (for ``pp``: the number of
         stages). 1 if there is no such axis."""
-        mesh = self._mesh_of(axis, stage)
-        return mesh.size(axis) if mesh.has(axis) else 1
+        if (axis, stage) not in self._sizes:
+            mesh = self._mesh_of(axis, stage)
+            self._sizes[axis, stage] = mesh.size(axis) if mesh.has(axis) else 1
+        return self._sizes[axis, stage]
 
     def collective_s(self, piece: Communicate, stage: int) -> float:
         """Seconds of a collective along an axis, if all groups of pipeline rank ``stage`` run it at the same time."""
         place = 0 if self._alike or piece.axis == "pp" else stage
-        key = (place, piece.collective, piece.axis, piece.bytes, piece.members, piece.coding)
+        key = (place, piece.collective, piece.axis, piece.bytes, piece.members, piece.coding, piece.part)
         if key not in self._known:
             if piece.axis == "pp" and not self._alike:
                 network, group = self._between(piece.members or tuple(range(self.mesh.num_stages)))
@@ -117,7 +120,9 @@ def axis_group(mesh: Mesh, axis: str, members: tuple[int, ...] = ()) -> Group:
 
 
 def piece_s(piece: Communicate, network: Network, group: Group) -> float:
-    """Seconds of a collective of a group, in coded form if the piece has a coding."""
+    """Seconds of a collective of a group, or of its parts. In coded form if the piece has a coding."""
+    if piece.part:
+        group = Group(piece.part, group.stride)
     if piece.coding is None:
         return network.collective_s(piece.collective, piece.bytes, group)
     return coded_s(network, piece.collective, piece.bytes, group, piece.coding)

@@ -11,9 +11,9 @@ from meshwright.cost.lifetimes import StageLifetimes, slot_bytes
 from meshwright.cost.work import ActionBytes
 from meshwright.ir.program import Program
 from meshwright.ir.schedule import ActionKind
-from meshwright.ir.stages import BACKWARD, CAPTURED, FORWARD, INPUT, PROLOGUE, WEIGHT
+from meshwright.ir.stages import BACKWARD, CAPTURED, FORWARD, INPUT, LATE, PROLOGUE, WEIGHT
 
-_SENDS = (ActionKind.SEND_F, ActionKind.SEND_B)
+_SENDS, _RECEIVES = (ActionKind.SEND_F, ActionKind.SEND_B), (ActionKind.RECV_F, ActionKind.RECV_B)
 
 
 class GraphBytes(NamedTuple):
@@ -27,34 +27,64 @@ class GraphBytes(NamedTuple):
 
 def graph_bytes(program: Program, memory: StageLifetimes, passing_bytes: int, kinds: Collection[str]) -> GraphBytes:
     """The memory of a stage's graphs. ``memory``: the memory of the same actions without graphs. ``passing_bytes``: the
-    results of the prologue. ``kinds``: the kinds of actions of the schedule."""
-    copied = _copied_bytes(program)
+    results of the prologue. ``kinds``: the kinds of actions of its rank."""
+    copied, once = _copied_bytes(program)
     if program.together:
         most = max(memory.actions["F"].most_bytes, memory.actions["B"].most_bytes)
-        return GraphBytes(most + copied, 0, {})
+        return GraphBytes(most + copied + once, 0, {})
     none, actions = ActionBytes(), memory.actions
     came, back = (actions.get(kind, none).left_bytes for kind in ("RECV_F", "RECV_B"))
-    up, down = (sum(each.value.num_bytes for each in program.crossing(kind)) for kind in _SENDS)  # sent as copies
-    slot = copied + slot_bytes(program, splits="I" in kinds)
+    received = _crossing(program, *_RECEIVES)
+    up, down = (_sum(_crossing(program, kind), but=received) for kind in _SENDS)  # sent as copies, unless passed on
+    slot = copied + slot_bytes(program, tuple(name for kind, name in _LATE.items() if kind in kinds))
+    forward, split, weight = (_read(program, *phases) for phases in ((FORWARD,), (FORWARD, INPUT), (WEIGHT,)))
+    # what came is free when it is copied, before results are; until then it waits for its first reader
+    upwards, downwards = _crossing(program, ActionKind.RECV_F), _crossing(program, ActionKind.RECV_B)
+    kept = _sum(upwards, within=_read(program, *LATE), but=forward)
+    deferred = _sum(received, within=weight, but=split)
+    passed = _crossing(program, ActionKind.SEND_B).keys()
+    beside_b = _sum(downwards, within=passed) + down
+    beside_i = _sum(downwards, within=passed | weight) + _sum(upwards, within=weight, but=split) + down
     ends = actions["REDUCE_GRAD"].taken_bytes  # the results of a single micro-batch, which stay in its slot
     beside = {
         "RECV_F": actions["RECV_F"],
         "RECV_B": actions["RECV_B"],
-        "F": ActionBytes(came, came + up, 0),
-        "B": ActionBytes(back, back + down, 0),
-        "I": ActionBytes(back, back + down, 0),
+        "F": ActionBytes(came, came + up, kept),
+        "B": ActionBytes(back + kept, max(back + kept, beside_b), 0),
+        "I": ActionBytes(back + kept, max(back + kept, beside_i), deferred),
+        "W": ActionBytes(deferred, deferred, 0),
         "REDUCE_GRAD": _without(actions["REDUCE_GRAD"], ends),
         "after": _without(actions["after"], ends),
     }
-    more = max(0, actions["before"].most_bytes - passing_bytes - slot)
+    more = once + max(0, actions["before"].most_bytes - passing_bytes - slot)
     return GraphBytes(slot, more, beside)
 
 
-def _copied_bytes(program: Program) -> int:
-    """The bytes of the parts of the batch that are copied for a micro-batch."""
+def _crossing(program: Program, *kinds: ActionKind) -> dict[str, int]:
+    """The bytes of the values that a stage sends or receives, by name."""
+    return {each.value.name: each.value.num_bytes for kind in kinds for each in program.crossing(kind)}
+
+
+def _read(program: Program, *phases: str) -> set[str]:
+    """The names of the values that phases take."""
+    return {value.name for name in phases for value in program.phase(name).inputs}
+
+
+def _sum(sizes: Mapping[str, int], *, within: Collection[str] | None = None, but: Collection[str] = ()) -> int:
+    """The bytes of the values in ``within`` (default: all), without those in ``but``."""
+    return sum(size for name, size in sizes.items() if (within is None or name in within) and name not in but)
+
+
+def _copied_bytes(program: Program) -> tuple[int, int]:
+    """The bytes of the batch that are copied into the slot of each micro-batch, and those that only the prologue reads,
+    in the first slot."""
     whole = {held.value for held in program.inputs}
-    taken = {value.name: value for name in CAPTURED for value in program.phase(name).inputs}
-    return sum(value.num_bytes for name, value in taken.items() if name in whole or name in program.slices)
+    phases = {name: program.phase(name).inputs for name in CAPTURED}
+    taken = {value.name: value for values in phases.values() for value in values}
+    read = {value.name for name, values in phases.items() if name != PROLOGUE for value in values}
+    copied = [value for name, value in taken.items() if name in whole or name in program.slices]
+    each = sum(value.num_bytes for value in copied if value.name in read)
+    return each, sum(value.num_bytes for value in copied) - each
 
 
 def _without(each: ActionBytes, num_bytes: int) -> ActionBytes:
@@ -67,4 +97,5 @@ def moving_part(programs: Sequence[Program], kinds: Collection[str]) -> str:
     return next(filter(None, (program.moving(phases) for program in programs)), "")
 
 
-_PHASES: Mapping[str, str] = {"F": FORWARD, "B": BACKWARD, "I": INPUT, "W": WEIGHT}
+_LATE: Mapping[str, str] = {"B": BACKWARD, "I": INPUT, "W": WEIGHT}
+_PHASES: Mapping[str, str] = {"F": FORWARD, **_LATE}

@@ -50,11 +50,11 @@ def lifetimes(program: Program, *, on_cpu: bool, joined_bytes: int = 0) -> Stage
     return found.together() if program.together else found.apart()
 
 
-def slot_bytes(program: Program, *, splits: bool) -> int:
-    """The bytes of a micro-batch whose phases are graphs: the most from its forward to the end of its backward. What is
-    received, and what is sent, lives in the slot until its next micro-batch. ``splits``: backward runs in two parts."""
-    found = _Lifetimes(program, False, 0)
-    return found.slot((INPUT, WEIGHT) if splits else (BACKWARD,))
+def slot_bytes(program: Program, late: tuple[str, ...]) -> int:
+    """The bytes of a micro-batch whose phases are graphs: the most from its forward to the end of its backward. What
+    phases receive, and what is sent, lives in the slot until its next micro-batch. ``late``: the backward phases, which
+    are captured for each slot."""
+    return _Lifetimes(program, False, 0).slot(late)
 
 
 class _Lifetimes:
@@ -110,18 +110,20 @@ class _Lifetimes:
 
     def slot(self, late: tuple[str, ...]) -> int:
         """The most bytes of forward and the ``late`` phases, one after the other."""
-        storages = {value.name: value.storage for phase in self.program.phases for node in phase.nodes
-                    for value in node.outputs}  # fmt: skip
-        sent = {storages.get(each.value.name, "") for kind in _SENDS for each in self.program.crossing(kind)}
-        live = self._received(ActionKind.RECV_F) | self._received(ActionKind.RECV_B)
+        names = {each.value.name for kind in _SENDS for each in self.program.crossing(kind)}
+        nodes = (node for name in (FORWARD, *late) for node in self._nodes(name))
+        sent = {value.storage for node in nodes for value in node.outputs if value.name in names}
+        taken = {value.name for name in (FORWARD, *late) for value in self.program.phase(name).inputs}
+        received = self._received(ActionKind.RECV_F) | self._received(ActionKind.RECV_B)
+        live = {name: size for name, size in received.items() if name in taken}
         stays = {*live, *sent}
-        own = live.keys() | {value.storage for name in (FORWARD, *late) for node in self._nodes(name)
-                             for value in node.outputs if value.owns}  # fmt: skip
         peak = 0
         for index, name in enumerate((FORWARD, *late)):
-            peak = max(peak, self._highest(self._nodes(name), live, stays))
             read = {value.storage for other in late[index:] for value in self.program.phase(other).inputs}
-            for storage in [storage for storage in live if storage not in stays | (read & own)]:
+            before = set(live)
+            peak = max(peak, self._highest(self._nodes(name), live, stays | (read & before)))
+            kept = stays | (read & before if name == BACKWARD else read)  # a split backward has values of its own
+            for storage in [storage for storage in live if storage not in kept]:
                 del live[storage]
         return peak
 

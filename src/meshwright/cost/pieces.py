@@ -11,6 +11,7 @@ import msgspec
 
 from meshwright.cost.collective import Group, Network
 from meshwright.cost.fabric import axis_group, piece_s
+from meshwright.cost.host import launched_s
 from meshwright.cost.node_costs import NodeCosts, communicated, moved_by_rank
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import ITEM_BYTES
@@ -78,6 +79,10 @@ class PieceCosts:
                 seconds, waits = begun[node.waits]
                 now = now + seconds if waits else max(now, seconds)
         return now
+
+    def launched_s(self, nodes: Sequence[Node]) -> float:
+        """``played_s`` if the host launches each kernel by itself."""
+        return launched_s(self.played_s(nodes), self._costs.launch_s * self._costs.of(nodes).launches)
 
     def _collective_s(self, collective: Collective) -> float:
         return piece_s(communicated("", collective, True), self._network, self._group(collective))

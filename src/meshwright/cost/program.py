@@ -9,6 +9,7 @@ import msgspec
 from meshwright.cost.closed_form import collective_s
 from meshwright.cost.coded import CodecCosts
 from meshwright.cost.collective import Network
+from meshwright.cost.crossing import NOTHING, Crossing, received
 from meshwright.cost.fabric import axis_group
 from meshwright.cost.graphs import GraphBytes, graph_bytes
 from meshwright.cost.kernels import Cost
@@ -18,17 +19,15 @@ from meshwright.cost.optimizer import SGD, OptimizerCost
 from meshwright.cost.work import Communicate, Compute, Piece, StageWork, StepWork, Wait, launched
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.codec import codec_of
-from meshwright.ir.graph import ITEM_BYTES
 from meshwright.ir.layout import DATA_AXES
 from meshwright.ir.mesh import members
 from meshwright.ir.part import stage_cluster
-from meshwright.ir.placement import Placements, Shard
+from meshwright.ir.placement import Shard
 from meshwright.ir.plan import Plan
-from meshwright.ir.program import Accumulator, Collective, Held, Node, Program, Transfer, Value
+from meshwright.ir.program import Accumulator, Collective, Held, Node, Program, Transfer
 from meshwright.ir.schedule import ActionKind
 from meshwright.ir.stages import CAPTURED, FINISH, PHASE_OF, PROLOGUE
 from meshwright.schedules.pipeline import schedule_of
-from meshwright.schedules.reshard import Box, transfer
 
 HOST_S_PER_BYTE = 1 / 25e9
 """Seconds per byte copied between device and pinned host memory: copies reach about 25 GB/s of the 31.5 GB/s of PCIe
@@ -124,18 +123,20 @@ class _Stage:
         before = self._before()
         pieces = {kind.value: self._pieces(self._nodes(phase), phase) for kind, phase in PHASE_OF.items()}
         self._add_coding(pieces)
+        self._add_gathers(pieces)
         memory = lifetimes(program, on_cpu=self.blocking, joined_bytes=self._joined_bytes())
         passing = held.gathered_bytes + held.prologue_bytes
         graphs = GraphBytes(0, 0, memory.actions)
         if self.graphs:
-            kinds = {action.kind.value for rank in schedule_of(self.plan).ranks for action in rank.actions}
+            actions = schedule_of(self.plan).ranks[self.pipeline.rank_of(program.stage)].actions
+            kinds = {action.kind.value for action in actions}
             graphs = graph_bytes(program, memory, passing, kinds)
         return StageWork(
             pieces={kind: launched(action) for kind, action in pieces.items()},
             before=before,
             after=self._after(),
-            sent_up_bytes=self._sent_bytes(ActionKind.SEND_F, ActionKind.RECV_F, program.stage + 1),
-            sent_down_bytes=self._sent_bytes(ActionKind.SEND_B, ActionKind.RECV_B, program.stage - 1),
+            sent_up_bytes=self._received(program.stage + 1, ActionKind.RECV_F).sent_bytes,
+            sent_down_bytes=self._received(program.stage - 1, ActionKind.RECV_B).sent_bytes,
             saved_bytes=memory.saved_bytes,
             held_bytes=held.total_bytes,
             workspace_bytes=memory.workspace_bytes,
@@ -146,36 +147,17 @@ class _Stage:
             more_bytes=graphs.more_bytes,
         )
 
-    def _sent_bytes(self, sends: ActionKind, receives: ActionKind, near: int) -> int:
-        """The bytes that the busiest rank sends to the stage ``near`` for one micro-batch. If the two stages have
-        different submeshes, the bytes that ranks of ``near`` then exchange among themselves count too."""
-        crossing = self.program.crossing(sends)
-        if not self.plan.uneven:
-            return sum(map(_crossing_bytes, crossing))
-        received = (
-            {arrival.tensor: arrival.value for arrival in self.programs[near].crossing(receives)} if crossing else {}
-        )
-        total = 0
-        for sent in crossing:
-            moves = transfer(
-                sent.whole, _over_dp(sent.value, sent.whole), self.plan.submesh(self.program.stage).sizes,
-                _over_dp(received[sent.tensor], sent.whole), self.plan.submesh(near).sizes,
-            )  # fmt: skip
-            elements: Counter[int] = Counter()
-            for piece in moves.pieces:
-                elements[piece.source] += _elements(piece.source_box)
-            gathered = max(
-                (
-                    max(map(_elements, filter(None, each.boxes)), default=0) * (len(each.ranks) - 1)
-                    for each in moves.gathers
-                ),
-                default=0,
-            )
-            item_bytes = ITEM_BYTES[sent.value.dtype]
-            most = max(elements.values(), default=0)
-            total += codec_of(sent.codec).message_bytes(most, item_bytes) if sent.codec else most * item_bytes
-            total += gathered * item_bytes
-        return total
+    def _received(self, stage: int, receives: ActionKind) -> Crossing:
+        """What a stage receives; nothing if there is no such stage."""
+        return received(self.programs, self.plan, stage, receives) if 0 <= stage < len(self.programs) else NOTHING
+
+    def _add_gathers(self, pieces: dict[str, list[Piece]]) -> None:
+        """Put the gathers of received values before the actions that read these values."""
+        for kinds, receives in (("F", ActionKind.RECV_F), ("BI", ActionKind.RECV_B)):
+            gathers = self._received(self.program.stage, receives).gathers
+            for kind in kinds:
+                if kind in pieces:
+                    pieces[kind][:0] = gathers
 
     def _add_coding(self, pieces: dict[str, list[Piece]]) -> None:
         """Add the seconds to encode values that leave the stage, and to decode values that arrive."""
@@ -375,25 +357,6 @@ class _Stage:
     @property
     def _offloads(self) -> bool:
         return self.plan.offload == "optimizer" and not self.blocking
-
-
-def _over_dp(value: Value, whole: tuple[int, ...]) -> Placements:
-    """The placement of a rank's part of a tensor of shape ``whole`` that is sent between different submeshes: only dp
-    splits it (``ir.stages.border``)."""
-    split = [dim for dim, (own, size) in enumerate(zip(value.shape, whole, strict=True)) if own != size]
-    return {"dp": Shard(split[0])} if split else {}
-
-
-def _elements(box: Box) -> int:
-    return prod(stop - start for start, stop in box)
-
-
-def _crossing_bytes(transfer: Transfer) -> int:
-    """The bytes of a tensor when it is sent to another stage."""
-    value = transfer.value
-    if not transfer.codec:
-        return value.num_bytes
-    return codec_of(transfer.codec).message_bytes(prod(value.shape), ITEM_BYTES[value.dtype])
 
 
 def _num_bytes(holders: Iterable[Transfer | Accumulator]) -> int:

@@ -7,8 +7,9 @@ from typing import Any
 import msgspec
 
 from meshwright.errors import ClusterError
-from meshwright.ir.cluster import Cluster, CollectiveTiming, Level
+from meshwright.ir.cluster import Cluster, CollectiveTiming
 from meshwright.ir.ledger import Ledger
+from meshwright.ir.level import Level
 
 MOST = 8.0
 """The largest factor by which constants are corrected. A larger error has a cause other than a constant."""

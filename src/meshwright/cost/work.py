@@ -48,7 +48,8 @@ class Communicate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     rank of its group has reached it. ``blocking``: the next piece waits for its end; otherwise a ``Wait`` waits for it.
     ``members``: the coordinates on ``pp`` that take part, ascending; if empty, the whole axis takes part. ``ahead_s``:
     the part of a blocking collective, in seconds, in which the host continues to launch kernels. ``coding``: how the
-    elements are encoded for sending; None: they are sent unchanged."""
+    elements are encoded for sending; None: they are sent unchanged. ``part``: groups of this many neighbouring ranks of
+    the axis communicate, each for itself (0: all ranks of the axis together)."""
 
     what: str
     collective: CollectiveKind
@@ -58,6 +59,7 @@ class Communicate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     members: tuple[int, ...] = ()
     ahead_s: float = 0.0
     coding: CodedElements | None = None
+    part: int = 0
 
 
 class Wait(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="wait"):

@@ -27,6 +27,7 @@ from meshwright.ir.plan_check import check_fits
 from meshwright.lower.plans import PlanLowering
 from meshwright.planner.explicit import adapt_plan
 from meshwright.planner.foretell import foretell
+from meshwright.torch_private import BatchNorm
 
 NAME = "fsdp2"
 TRIES = 12
@@ -186,7 +187,7 @@ def _assumptions(model: nn.Module, form: Form) -> tuple[str, ...]:
     assumptions = []
     if form.layout.dp > 1:
         assumptions.append("all samples have equally many labels: the loss is the mean of the ranks' mean losses")
-    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()) and form.layout.dp > 1:
+    if any(isinstance(module, BatchNorm) for module in model.modules()) and form.layout.dp > 1:
         assumptions.append("batch norm uses the statistics of each rank's samples")
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
         assumptions.append("dropout masks differ from those of one process")

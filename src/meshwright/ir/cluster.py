@@ -2,13 +2,26 @@
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 import msgspec
 
 from meshwright.errors import ClusterError, Problem, refuse
+from meshwright.ir import catalog_files, files
+from meshwright.ir.cluster_names import spell
 from meshwright.ir.device import Device, Origin, device_problems, quantity_problems
+from meshwright.ir.level import (
+    Level,
+    LevelUnit,
+    count_problems,
+    descend,
+    level_problems,
+    size_of,
+    units_at,
+    units_of,
+    walk,
+)
 from meshwright.ir.software import Software, software_problems
 
 Operation = Literal[
@@ -20,49 +33,6 @@ MOST_DEVICES = 1_000_000
 """The largest number of devices in a cluster. The largest real clusters have a few hundred thousand."""
 NETWORK = "network"
 """The name that calibration gives to the level between boxes. It is the innermost level if each box has one rank."""
-
-
-class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """``count`` equal units of a level whose units are not all equal.
-
-    ``levels`` are the levels inside each of these units, innermost first. ``device`` is the device in these units; if
-    it is None, they have the cluster's device."""
-
-    count: int = 1
-    device: Device | None = None
-    levels: "tuple[Level, ...]" = ()
-
-
-class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """One level of the topology. It joins ``fan_out`` units of the level below; the innermost level joins devices.
-
-    ``alpha_s`` and ``beta_s_per_byte`` describe one message between two units, over one link in one direction.
-    Each unit has ``links`` equal links into the level. The devices of the unit share these links. ``rings`` is for an
-    innermost level without a switch. Its entries are the fractions of the full rate that collectives over 2, 3, ...
-    devices reach. The last entry holds for all larger numbers of devices. Without entries, all collectives reach the
-    full rate. ``contention`` (at least 1) multiplies ``beta_s_per_byte`` if all units send at once, for example through
-    an oversubscribed switch. ``origin`` says where alpha and beta come from. ``members`` describes the units if they
-    are not all equal. A level with ``members`` must be the first in its ``levels``, because its members describe
-    everything below it."""
-
-    name: str
-    fan_out: int
-    alpha_s: float
-    beta_s_per_byte: float
-    links: int = 1
-    contention: float = 1.0
-    rings: tuple[float, ...] = ()
-    source: str = ""
-    origin: Origin = "given"
-    members: tuple[Member, ...] = ()
-
-    def ring_fraction(self, devices: int) -> float:
-        """The fraction of the full rate that a collective over ``devices`` devices (2 or more) reaches."""
-        return self.rings[min(devices - 2, len(self.rings) - 1)] if self.rings else 1.0
-
-    def shared_beta_s_per_byte(self, senders: int) -> float:
-        """The seconds per byte of each sender if ``senders`` devices of every unit send over the level at once."""
-        return self.beta_s_per_byte * self.contention * max(1.0, senders / self.links)
 
 
 class CollectiveTiming(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -137,8 +107,8 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         if self.num_devices > MOST_DEVICES:
             problem = f"{self.num_devices} devices are more than {MOST_DEVICES:,}, the most that are planned for"
             yield f"cluster {self.name}", problem, "ask for fewer devices or ranks"
-        yield from _level_problems(self.levels, "levels", outside=())
-        size = _size(self.levels)
+        yield from level_problems(self.levels, "levels", outside=())
+        size = size_of(self.levels)
         if self.num_devices != size:
             product = " x ".join(str(level.fan_out) for level in self.levels)
             held = f"{product} = {size}" if self.homogeneous and len(self.levels) > 1 else f"{size}"
@@ -149,11 +119,41 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @staticmethod
     def load(name_or_path: str | os.PathLike[str], num_devices: int | None = None) -> "Cluster":
-        """Load a cluster from a file or by its name (see ``meshwright.catalog.load_cluster`` for the names)."""
-        # The only import of a higher layer: the catalog knows the names, and itself imports this module.
-        from meshwright.catalog import load_cluster
+        """Load a cluster from a file, by its catalog name, or by the grammar DEVICE-BOX-FABRIC. ``num_devices`` sets
+        its number of devices.
 
-        return load_cluster(name_or_path, num_devices)
+        - A path ends in ``.toml`` or has a directory. Any other text is a name.
+        - DEVICE is one of ``device_names()`` or an alias (``h100-80gb``). BOX is a kind from ``parts.toml``, such as
+          ``dgx`` (8 devices, NVLink), ``dgx2`` (16) or ``workstation`` (4, PCIe), or ``boxN`` (N devices with their
+          best link). FABRIC is a kind (``edr``, ``hdr``, ``ndr``, ``ib``, ``roce``, ``efa``, ``ss``, ``eth``, ...), a
+          rate in Gb/s, and the number of links per box, as in ``hdr200x8``. Without a number of links, as in
+          ``ib800``, the rate is that of the whole box.
+        - Names of machines (``perlmutter``, ``dgx-h100``, ``p4d.24xlarge``) stand for such a spelling
+          (``parts.toml``).
+        - A name with a fabric means one box unless ``num_devices`` is larger; a name without a fabric is always one
+          box.
+
+        Raises:
+            ClusterError: the name is unknown (the message suggests similar names), the cluster is impossible, or it
+                cannot have ``num_devices`` devices.
+            FileFormatError: the file cannot be read or has a wrong key.
+        """
+        text = os.fspath(name_or_path)
+        if not isinstance(name_or_path, str) or text.endswith(".toml") or os.path.dirname(text):
+            cluster = files.load(text, Cluster)
+        elif text in catalog_files.names("clusters"):
+            cluster = catalog_files.read(f"clusters/{text}.toml", Cluster)
+        else:
+            spelled = spell(text)
+            cluster = Cluster(
+                name=text,
+                num_devices=spelled.box.fan_out,
+                open_ended=spelled.fabric is not None,
+                source=spelled.source,
+                device=spelled.device,
+                levels=(spelled.box,) if spelled.fabric is None else (spelled.box, spelled.fabric),
+            )
+        return cluster if num_devices is None else cluster.resized(num_devices)
 
     @property
     def box_size(self) -> int:
@@ -163,24 +163,24 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     @property
     def level_names(self) -> tuple[str, ...]:
         """The names of all levels, outermost first, including the levels of members."""
-        return tuple(dict.fromkeys(level.name for level in _walk(self.levels)))
+        return tuple(dict.fromkeys(level.name for level in walk(self.levels)))
 
     @property
     def betas(self) -> dict[str, float]:
         """The seconds per byte of a message over each level, by the level's name. If a level has members, the first
         member counts."""
-        return {level.name: level.beta_s_per_byte for level in reversed(tuple(_walk(self.levels)))}
+        return {level.name: level.beta_s_per_byte for level in reversed(tuple(walk(self.levels)))}
 
     @property
     def origins(self) -> dict[str, Origin]:
         """The sources of the constants of each level, by the level's name. If a level has members, the first member
         counts."""
-        return {level.name: level.origin for level in reversed(tuple(_walk(self.levels)))}
+        return {level.name: level.origin for level in reversed(tuple(walk(self.levels)))}
 
     @property
     def constants(self) -> str:
         """The sources of the constants of the device and of each level, as text: ``device catalog, box measured``."""
-        parts = [("device", self.device.origin), *((level.name, level.origin) for level in _walk(self.levels))]
+        parts = [("device", self.device.origin), *((level.name, level.origin) for level in walk(self.levels))]
         return ", ".join(dict.fromkeys(f"{name} {origin}" for name, origin in parts))
 
     @property
@@ -198,7 +198,7 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def level_of(self, *ranks: int) -> Level:
         """The innermost level that joins all these ranks (two or more different ranks)."""
         paths = [self._path(rank) for rank in ranks]
-        steps: tuple[_Step, ...]
+        steps: tuple[LevelUnit, ...]
         for steps in zip(*paths, strict=False):
             if len({step.unit for step in steps}) > 1:
                 return steps[0].level
@@ -210,7 +210,7 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         if level not in self.level_names:
             known = ", ".join(self.level_names) or "none: it is one device"
             raise self._refused(f"there is no level {level!r}", f"its levels are {known}")
-        return tuple(_units(self.levels, level, 0))
+        return tuple(units_at(self.levels, level, 0))
 
     def unit_below(self, level: str, rank: int) -> range:
         """The ranks of the unit below ``level`` that holds ``rank``. For the level ``network``, this unit is a box."""
@@ -258,129 +258,20 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         levels.append(msgspec.structs.replace(self.levels[-1], fan_out=left))
         return msgspec.structs.replace(self, num_devices=num_devices, levels=tuple(levels))
 
-    def _path(self, rank: int) -> list["_Step"]:
+    def _path(self, rank: int) -> list["LevelUnit"]:
         if not 0 <= rank < self.num_devices:
             raise self._refused(f"there is no rank {rank}", f"its ranks are 0 to {self.num_devices - 1}")
-        return list(_descend(self.levels, rank))
+        return list(descend(self.levels, rank))
 
     def _refused(self, problem: str, remedy: str) -> ClusterError:
         return ClusterError(problem, where=f"cluster {self.name}", remedy=remedy)
 
 
-class Unit(msgspec.Struct, frozen=True):
-    """One of the units that a level joins. It has ranks ``start`` to ``stop`` (counted from the first rank of the
-    level), inner levels, and a device."""
-
-    start: int
-    stop: int
-    levels: tuple[Level, ...]
-    device: Device
-
-
-def units_of(levels: tuple[Level, ...], device: Device) -> tuple[Unit, ...]:
-    """The units that the outermost of ``levels`` joins, in order. ``device`` is the device of units that have no device
-    of their own."""
-    units: list[Unit] = []
-    for count, inner, own in _parts(levels):
-        size = _size(inner)
-        for _ in range(count):
-            start = units[-1].stop if units else 0
-            units.append(Unit(start, start + size, inner, own or device))
-    return tuple(units)
-
-
-class _Step(msgspec.Struct, frozen=True):
-    level: Level
-    unit: int
-    device: Device | None = None
-
-
-def _descend(levels: tuple[Level, ...], rank: int) -> Iterator[_Step]:
-    # From the outermost level inwards: the unit of each level that holds the rank.
-    while levels:
-        level, first = levels[-1], 0
-        for count, inner, device in _parts(levels):
-            size = _size(inner)
-            if rank < count * size:
-                yield _Step(level, first + rank // size, device)
-                levels, rank = inner, rank % size
-                break
-            first, rank = first + count, rank - count * size
-
-
-def _parts(levels: tuple[Level, ...]) -> list[tuple[int, tuple[Level, ...], Device | None]]:
-    """The units that the outermost level joins, in groups of equal units.
-
-    Each entry has the number of units, the levels inside each unit, and their device (None: the cluster's device)."""
-    level = levels[-1]
-    unlike = [(member.count, member.levels, member.device) for member in level.members]
-    return unlike or [(level.fan_out, levels[:-1], None)]
-
-
-def _size(levels: tuple[Level, ...]) -> int:
-    return sum(count * _size(inner) for count, inner, _ in _parts(levels)) if levels else 1
-
-
-def _walk(levels: tuple[Level, ...]) -> Iterator[Level]:
-    for level in reversed(levels):
-        yield level
-        for member in level.members:
-            yield from _walk(member.levels)
-
-
-def _units(levels: tuple[Level, ...], name: str, first: int) -> Iterator[range]:
-    if not levels:
-        return
-    if levels[-1].name == name:
-        yield range(first, first + _size(levels))
-        return
-    for inner in [inner for count, inner, _ in _parts(levels) for _ in range(count)]:
-        yield from _units(inner, name, first)
-        first += _size(inner)
-
-
-def _count_problems(where: str, counts: Mapping[str, int], least: int = 1) -> Iterator[Problem]:
-    for name, count in counts.items():
-        if count < least:
-            yield f"{where}.{name}", f"{count} is less than {least}", "give a whole number"
-
-
-def _level_problems(levels: tuple[Level, ...], where: str, outside: tuple[str, ...]) -> Iterator[Problem]:
-    names = list(outside)
-    for index, level in enumerate(levels):
-        place = f"{where}[{index}]"
-        if not level.name or level.name in names:
-            problem = f"two levels around one device are called {level.name!r}" if level.name else "the name is empty"
-            yield f"{place}.name", problem, "give every level its own name"
-        names.append(level.name)
-        yield from _count_problems(place, {"fan_out": level.fan_out, "links": level.links})
-        quantities = {name: getattr(level, name) for name in ("alpha_s", "beta_s_per_byte", "contention")}
-        yield from quantity_problems(quantities, place)
-        if level.members:
-            yield from _member_problems(level, index, place, outside + tuple(above.name for above in levels))
-
-
-def _member_problems(level: Level, index: int, place: str, outside: tuple[str, ...]) -> Iterator[Problem]:
-    if index:
-        remedy = "move the lower levels into each member's levels"
-        yield f"{place}.members", "a level with members has levels below it", remedy
-    for number, member in enumerate(level.members):
-        inside = f"{place}.members[{number}]"
-        yield from _count_problems(inside, {"count": member.count})
-        if member.device is not None:
-            yield from device_problems(member.device, f"{inside}.device")
-        yield from _level_problems(member.levels, f"{inside}.levels", outside)
-    count = sum(member.count for member in level.members)
-    if level.fan_out != count:
-        problem = f"fan_out is {level.fan_out}, but the members count {count}"
-        yield f"{place}.fan_out", problem, "correct fan_out or a count"
-
-
 def _timing_problems(row: CollectiveTiming, where: str, levels: tuple[str, ...]) -> Iterator[Problem]:
     if row.level not in levels:
         yield f"{where}.level", f"there is no level {row.level!r}", f"the levels are {', '.join(levels)}"
-    yield from _count_problems(where, {"ranks": row.ranks})
-    yield from _count_problems(where, {"bytes": row.bytes}, least=0)
+    yield from count_problems(where, {"ranks": row.ranks})
+    yield from count_problems(where, {"bytes": row.bytes}, least=0)
     yield from quantity_problems({"time_s": row.time_s}, where)
     if row.fan_outs and math.prod(row.fan_outs) != row.ranks:
         problem = f"{' x '.join(map(str, row.fan_outs))} is not {row.ranks} ranks"

@@ -115,13 +115,37 @@ class ConvolutionSizes(NamedTuple):
     dtype: str
 
 
+ALIGNED_ROWS, BLOCK_ROWS, COPIED_BYTES = 8, 64, 2**28
+"""Of experts on devices that run behind the host: rows of 16-bit numbers after which memory is aligned as grouped
+products ask for; rows of a block that is multiplied alone in other dtypes; and the most bytes of the matrices that are
+copied for such blocks at once."""
+
+
+class ExpertSizes(NamedTuple):
+    """The sizes of experts on one rank, or of their backward pass.
+
+    ``slots`` is tokens times the experts of each. ``width`` is the size of a token, ``hidden`` that of the result of an
+    expert's first product (both halves if it is gated), ``inner`` that of its second product's input, ``result`` that
+    of its result."""
+
+    tokens: int
+    slots: int
+    experts: int
+    width: int
+    hidden: int
+    inner: int
+    result: int
+    backward: bool
+
+
 class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """``calls`` launches of a kernel of one kind (``ir.kind``).
 
     ``flops`` and ``bytes`` (read and written) are totals of all calls. ``product`` has the sizes of a matrix product,
-    or of a convolution seen as a matrix product. ``attention`` has the sizes of attention, ``convolution`` those of a
-    convolution that PyTorch's own kernel computes. ``workspace_bytes`` are bytes of temporary tensors while the kernel
-    runs. ``measured_s``: the measured seconds of an opaque region (0: not measured)."""
+    or of a convolution seen as a matrix product. ``attention`` has the sizes of attention, ``experts`` those of
+    experts, ``convolution`` those of a convolution that PyTorch's own kernel computes. ``workspace_bytes`` are bytes of
+    temporary tensors while the kernel runs. ``measured_s``: the measured seconds of an opaque region (0: not
+    measured)."""
 
     kind: str
     dtype: str = ""
@@ -131,6 +155,7 @@ class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     product: Product | None = None
     attention: AttentionSizes | None = None
     convolution: ConvolutionSizes | None = None
+    experts: ExpertSizes | None = None
     workspace_bytes: int = 0
     measured_s: float = 0.0
 

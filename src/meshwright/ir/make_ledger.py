@@ -2,9 +2,9 @@
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from meshwright.errors import Problem, TraceError, refuse
+from meshwright.ir.cluster import Cluster
 from meshwright.ir.codec_use import CodecUse
 from meshwright.ir.copies import MemoryPart
 from meshwright.ir.interval import step_deviation
@@ -14,12 +14,9 @@ from meshwright.ir.plan import Plan
 from meshwright.ir.summary import RankTimes, exposed_share, summarize
 from meshwright.ir.trace import Trace
 
-if TYPE_CHECKING:  # reports import this module, but must not import the catalog, which ir.cluster imports
-    from meshwright.ir.cluster import Cluster
-
 
 def make_ledger(
-    plan: Plan, predicted: Trace, measured: Sequence[Trace], cluster: "Cluster", host_share: float = 0.0,
+    plan: Plan, predicted: Trace, measured: Sequence[Trace], cluster: Cluster, host_share: float = 0.0,
     taken: Mapping[int, tuple[int, int]] | None = None, peers: int = 0, codecs: tuple[CodecUse, ...] = (),
     parts: Mapping[int, tuple[MemoryPart, ...]] | None = None,
 ) -> Ledger:  # fmt: skip
@@ -106,7 +103,7 @@ def _problems(trace: Trace, name: str, world_size: int) -> Iterator[Problem]:
         yield name, "the step takes no time", "take the trace of a step that was made"
 
 
-def _levels(cluster: "Cluster", world_size: int) -> tuple[str, ...]:
+def _levels(cluster: Cluster, world_size: int) -> tuple[str, ...]:
     """The names of the levels that join ranks 0 to ``world_size`` - 1, innermost first."""
     if world_size == 1 or cluster.num_devices == 1:
         return ()

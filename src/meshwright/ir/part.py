@@ -8,8 +8,9 @@ from operator import mul
 
 import msgspec
 
-from meshwright.ir.cluster import Cluster, Level, Unit, units_of
+from meshwright.ir.cluster import Cluster
 from meshwright.ir.device import Device
+from meshwright.ir.level import Level, Unit, units_of
 from meshwright.ir.mesh import Mesh
 
 

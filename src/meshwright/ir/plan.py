@@ -17,6 +17,7 @@ from meshwright.ir.pipeline import Pipeline
 from meshwright.ir.placement import Flat, Placement
 from meshwright.ir.precision import Precision
 from meshwright.ir.resharding import Link
+from meshwright.ir.schedule import ActionKind
 from meshwright.ir.stages import Cut, cut
 
 _INDEX = re.compile(r"(?<=\.)\d+(?=[.:]|$)|^\d+(?=[.:])")
@@ -109,7 +110,12 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     ``gradients`` maps a parameter to the placements of its gradient, if the gradient is reduced in every micro-batch.
     All other gradients are reduced once a step. ``released`` names parameters that are freed after each use, so that
     they are gathered for every use in forward and again for backward. Other Flat parameters are gathered at their first
-    use and freed after their last."""
+    use and freed after their last.
+
+    ``receivers`` says which ranks receive together what crosses from the previous stage (``RECV_F``) or the next stage
+    (``RECV_B``). It has the sizes of groups of neighbouring ranks of the stage. Ranks of one group that need the same
+    elements receive each element once, and gather (``schedules/reshard.py``). Without an entry, the group is all ranks
+    of the stage if stages have submeshes of their own, and otherwise each rank by itself."""
 
     strategies: dict[str, Strategy]
     storage: dict[str, dict[str, Placement]]
@@ -120,6 +126,7 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     algorithms: dict[str, str] = {}
     links: dict[str, Link] = {}
     operator_algorithms: dict[str, str] = {}
+    receivers: dict[ActionKind, tuple[int, ...]] = {}
 
     def strategy(self, operator: str) -> Strategy:
         """The strategy of an operator; empty if the operator runs replicated."""
@@ -317,8 +324,21 @@ def _communicated(plan: Plan) -> list[str]:
         lines.append(f"  parameters are gathered {plan.prefetch or 'no'} bucket{'s' * (plan.prefetch > 1)} ahead")
     if plan.border_codec:
         lines.append(f"  between stages: coded with {plan.border_codec}")
+    lines += _receiving(plan)
     if plan.graphs:
         lines.append("  a device launches each phase of a stage as one graph of kernels")
+    return lines
+
+
+def _receiving(plan: Plan) -> list[str]:
+    """Lines for ``explain`` about the ranks that receive together."""
+    lines = []
+    for number, stage in enumerate(plan.stages):
+        for kind, sizes in stage.receivers.items():
+            near = number - 1 if kind is ActionKind.RECV_F else number + 1
+            many = " + ".join(map(str, sizes)) if len(set(sizes)) > 1 else f"{sizes[0]}"
+            how = f"once per {many} ranks, which gather" if max(sizes) > 1 else "by each rank for itself"
+            lines.append(f"  from stage {near} to stage {number}: equal values are received {how}")
     return lines
 
 

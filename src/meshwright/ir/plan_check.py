@@ -25,6 +25,7 @@ from meshwright.ir.placement import (
 )
 from meshwright.ir.plan import Bucket, Plan, Strategy, starred
 from meshwright.ir.rule import Rule
+from meshwright.ir.schedule import ActionKind
 from meshwright.ir.stages import cut
 
 
@@ -58,6 +59,7 @@ def _problems(plan: Plan, graph: Graph) -> Iterator[Problem]:
         yield "consistency", problem, "give the same rule in both places"
     yield from _storage_problems(plan, graph)
     yield from _gather_problems(plan, graph)
+    yield from _receiver_problems(plan)
     divided = cut(graph, plan.firsts)
     every = {name for operator in graph.operators for name in (operator.name, starred(operator.name))}
     for index, stage in enumerate(plan.stages):
@@ -201,6 +203,18 @@ def _gather_problems(plan: Plan, graph: Graph) -> Iterator[Problem]:
             if placements != stage.storage.get(name):
                 problem = f"the gradient of {name!r} is summed up otherwise than the parameter is stored"
                 yield f"stages[{number}].gradients", problem, "take it out, or give it the parameter's storage"
+
+
+def _receiver_problems(plan: Plan) -> Iterator[Problem]:
+    """Problems of the ranks that receive together: they must be all ranks of the stage, in groups."""
+    for number, stage in enumerate(plan.stages):
+        ranks, place = plan.submesh(number).world_size, f"stages[{number}].receivers"
+        for kind, sizes in stage.receivers.items():
+            if kind not in (ActionKind.RECV_F, ActionKind.RECV_B):
+                yield place, f"{kind} receives nothing", "name RECV_F or RECV_B"
+            if min(sizes, default=0) < 1 or sum(sizes) != ranks:
+                problem = f"groups of {' + '.join(map(str, sizes)) or 'no'} ranks receive, the stage has {ranks}"
+                yield place, problem, f"give sizes of 1 or more that sum up to {ranks}"
 
 
 def _coding_problems(bucket: Bucket, axes: Sequence[str], place: str) -> Iterator[Problem]:

@@ -131,13 +131,14 @@ class Held(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A tensor of the graph that is sent to the next or previous stage in every micro-batch.
 
-    ``value`` is this rank's part of the tensor. ``whole`` is the shape of all parts together. ``codec`` encodes the
-    tensor for sending (empty: it is sent unchanged)."""
+    ``value`` is this rank's part of the tensor. ``whole`` is the shape of all parts together, and ``placements`` say
+    how the axes of the stage's mesh cut it. ``codec`` encodes the tensor for sending (empty: it is sent unchanged)."""
 
     tensor: str
     value: Value
     whole: tuple[int, ...]
     codec: str = ""
+    placements: Placements = {}
 
 
 class Accumulator(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -44,6 +44,9 @@ class Settings(_Part, frozen=True, kw_only=True):
     """The number of processes that work together."""
     threads: Count = 0
     """The number of threads of each rank."""
+    busy_cores: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """The number of cores that all ranks together kept busy, as measured, if ranks sleep after they compute; 0: every
+    rank can keep a core busy."""
     sizes: dict[str, Scalar] = {}
     """Maps the names of sizes (of the model, batch or problem) to their values."""
 

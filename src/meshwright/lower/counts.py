@@ -16,6 +16,7 @@ from meshwright.ir.kernel import (
     AttentionSettings,
     AttentionSizes,
     ConvolutionSizes,
+    ExpertSizes,
     Kernel,
     Operand,
     RingSizes,
@@ -211,7 +212,16 @@ def _kernel(
         if mask is not None:
             operands.insert(3 + backward, _operand(mask))
         attention = attention_of(backward, operands, settings)
-    return Kernel(kind, dtype, flops, moved_bytes, product=product, attention=attention)
+    sizes = _expert_sizes(call) if call.target in experts.KERNELS else None
+    return Kernel(kind, dtype, flops, moved_bytes, product=product, attention=attention, experts=sizes)
+
+
+def _expert_sizes(call: Call) -> ExpertSizes:
+    backward = call.target in experts.BACKWARD
+    tokens, index, _, up, down = call.tensors[backward : backward + 5]
+    experts_here, hidden, width = map(int, up.shape)
+    inner, result = int(down.shape[2]), int(down.shape[1])
+    return ExpertSizes(len(tokens), index.numel(), experts_here, width, hidden, inner, result, backward)
 
 
 def _operand(value: Tensor) -> Operand:

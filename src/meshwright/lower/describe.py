@@ -66,8 +66,8 @@ class _Function:
                 source, index = node.all_input_nodes[0], node.args[1]
                 places = [at for at, output in enumerate(source.meta["val"]) if isinstance(output, Tensor)]
                 self._names[node] = (self._names[source][places.index(index)],) if index in places else ()
-                # All results live until the last of them is taken out of their tuple.
-                self.last.update({self.values[name].storage: len(self.calls) for name in self._names[source]})
+                # All results live until the last of them is taken out of their tuple, before the next call.
+                self.last.update({self.values[name].storage: len(self.calls) - 1 for name in self._names[source]})
             elif node.meta.get("val") is not None:
                 self._call(node)
 

@@ -215,7 +215,8 @@ class _StageLowering:
         whole = self.emission.local_shape(shape, over_time)
         local = self.emission.local_shape(shape, placements)
         codec = self.plan.border_codec if shape and self.emission.dtype(name).is_floating_point else ""
-        return Transfer(name, Value(node.name, local, self.ir.tensors[name].dtype, node.name), whole, codec)
+        over_ranks = {axis: placement for axis, placement in placements.items() if axis != TIME}
+        return Transfer(name, Value(node.name, local, self.ir.tensors[name].dtype, node.name), whole, codec, over_ranks)
 
     # --- operators ---------------------------------------------------------------------------------------------------
 

@@ -316,3 +316,6 @@ KERNEL_FLOPS: dict[Any, Callable[[Call, Rule | None], float]] = {
 }  # fmt: skip
 """Maps a kernel to the function that counts its FLOPs. ``experts_backward`` recomputes the activations inside experts;
 ``experts_backward_kept`` reads the activations that forward kept."""
+BACKWARD = frozenset({ours.experts_backward.default, ours.experts_backward_kept.default})
+KERNELS = frozenset({ours.experts.default, ours.experts_kept.default, *BACKWARD})
+"""The kernels of experts; those in ``BACKWARD`` have the gradient of the result first."""

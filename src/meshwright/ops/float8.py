@@ -18,6 +18,7 @@ from torch import Tensor
 from meshwright.ir.operator_algorithm import FLOAT8_MULTIPLE, float8_of
 from meshwright.ops.base import Local
 from meshwright.ops.library import define
+from meshwright.torch_private import scaled_mm
 
 ours = torch.ops.meshwright
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -58,7 +59,7 @@ def multiply(
         return ((first.to(dtype) * first_scale) @ (second.to(dtype) * second_scale)).to(left.dtype)
     if second.stride(0) != 1:  # the kernel reads the right matrix by columns
         second = second.t().contiguous().t()
-    return torch._scaled_mm(first, second, scale_a=first_scale, scale_b=second_scale, out_dtype=left.dtype)
+    return scaled_mm(first, second, scale_a=first_scale, scale_b=second_scale, out_dtype=left.dtype)
 
 
 def _fake_largest(value: Tensor, dim: int) -> Tensor:

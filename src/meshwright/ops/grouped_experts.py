@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.ir.kernel import ALIGNED_ROWS, BLOCK_ROWS, COPIED_BYTES
+
 aten = torch.ops.aten
 
 ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
@@ -51,15 +53,9 @@ def gated_backward(grad: Tensor, hidden: Tensor, activation: str) -> Tensor:
     return torch.cat([backward(grad * up, gate), grad * function(gate)], -1)
 
 
-_ALIGNED = 8
-"""Rows of 16-bit numbers after which memory is aligned as grouped products ask for."""
-_BLOCK, _BATCH_BYTES = 64, 1 << 28
-"""Rows of a block that is multiplied alone, and the most bytes of the matrices that are copied for such products."""
-
-
 def has_grouped_product(tokens: Tensor, *matrices: Tensor) -> bool:
     """Whether PyTorch has a kernel for grouped products of these tensors that needs no numbers on the host."""
-    aligned = all(size % _ALIGNED == 0 for matrix in matrices for size in matrix.shape[1:])
+    aligned = all(size % ALIGNED_ROWS == 0 for matrix in matrices for size in matrix.shape[1:])
     if tokens.device.type != "cuda" or tokens.dtype != torch.bfloat16 or not aligned:
         return False
     return torch.cuda.get_device_capability(tokens.device)[0] in (9, 10)
@@ -81,7 +77,7 @@ class Groups:
     @classmethod
     def of(cls, index: Tensor, first: int, num_experts: int, *, grouped: bool) -> "Groups":
         """Group the experts ``index`` [t, a] of which this rank has ``num_experts``, from number ``first`` on."""
-        block = _ALIGNED if grouped else _BLOCK
+        block = ALIGNED_ROWS if grouped else BLOCK_ROWS
         own = index.reshape(-1) - first
         elsewhere = (own < 0) | (own >= num_experts)
         expert = own.masked_fill(elsewhere, num_experts)
@@ -147,7 +143,7 @@ class Groups:
         number = len(self.source) // self.block
         begins = torch.arange(number, device=self.ends.device) * self.block
         expert = torch.searchsorted(self.ends, begins, right=True).clamp_(max=len(self.ends) - 1)
-        step = max(1, _BATCH_BYTES // num_bytes)
+        step = max(1, COPIED_BYTES // num_bytes)
         for begin in range(0, number, step):
             yield slice(begin, begin + step), expert[begin : begin + step]
 

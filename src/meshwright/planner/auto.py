@@ -1,6 +1,9 @@
 """Find the best plan of a captured model (``plan="auto"``)."""
 
 from collections.abc import Callable
+from contextlib import suppress
+
+import msgspec
 
 from meshwright.cost.occupancy import room_of
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
@@ -9,12 +12,14 @@ from meshwright.garbage import nothing_collected
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Float8Scaling, Layout
+from meshwright.ir.layout_text import layout_text
 from meshwright.ir.part import part_of
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import Lower
 from meshwright.planner.candidates import Only
 from meshwright.planner.checks import check_precision
 from meshwright.planner.codecs import AUTO, UNNAMED
+from meshwright.planner.finalists import REFUSALS
 from meshwright.planner.float8 import check_float8
 from meshwright.planner.layout_search import Search
 from meshwright.planner.time_limit import TimeLimit
@@ -35,6 +40,7 @@ def plan_auto(
     codec: str = "",
     float8: Float8Scaling = "",
     clock: TimeLimit | None = None,
+    guess: Layout | None = None,
 ) -> Plan:
     """Find the fastest plan that fits in memory.
 
@@ -44,10 +50,10 @@ def plan_auto(
     split any factor of an operator.
 
     Layouts are estimated in the order of their lower bounds until six of them have shorter estimates than the lower
-    bounds of all others. The simulator then improves the cuts of the fastest layouts (``inter_op.recut``). All layouts
-    within ``ALIKE`` of the fastest layout count as equally fast, and the planner takes the simplest of them. The chosen
-    layout is planned, lowered and simulated for the whole model. So the prediction belongs to the program that runs.
-    The search leaves out the schedule ``gpipe``, because ``1f1b`` takes as long with less memory. It keeps
+    bounds of all others. When the turn of an estimated layout comes, its cut is improved (``inter_op.recut``). All
+    layouts within ``ALIKE`` of the fastest layout count as equally fast, and the planner takes the simplest of them.
+    The chosen layout is planned, lowered and simulated for the whole model. So the prediction belongs to the program
+    that runs. The search leaves out the schedule ``gpipe``, because ``1f1b`` takes as long with less memory. It keeps
     ``batch_statistics`` global, because other values would change the results of training. The plan lists the next-best
     layouts, each with the reason why it was not chosen (see ``Plan.explain``). ``only`` restricts the search to divided
     operators (``intra``) or to stages of one rank each (``inter``). With ``codec="auto"``, each layout is compared with
@@ -56,7 +62,8 @@ def plan_auto(
 
     ``lowering`` makes the lowering of a graph; costs are computed from its programs. The other arguments are the same
     as in ``mw.plan``. When the time limit ``clock`` is over, the planner stops to estimate layouts and makes the plan
-    of the best layout so far.
+    of the best layout so far. ``guess`` is a layout that a stopped search considers too, such as the
+    quick answer by sizes. A search that runs to its end does not depend on it.
 
     Raises:
         LayoutError: ``codec`` names a codec; ``float8`` is given for GPUs without float8; no layout that fits was found
@@ -78,6 +85,8 @@ def plan_auto(
     )  # fmt: skip
     try:
         search.run()
+        if search.stopped and guess is not None:
+            _consider(search, guess)
         if not search.found and search.stopped:
             raise LayoutError(
                 f"no layout that fits was found in {clock.spent}: {search.weighed} of {search.count} were considered",
@@ -87,3 +96,12 @@ def plan_auto(
         return search.best()
     finally:
         search.prices.close()
+
+
+def _consider(search: Search, layout: Layout) -> None:
+    """Estimate a layout, and count it as found if it fits."""
+    search.clock.say(f"{layout_text(layout)}, the quick answer")
+    with suppress(*REFUSALS):
+        option = search.pipelines.option(msgspec.structs.replace(layout, recompute="none"), (layout.recompute,))
+        if search.lighter.fits(option):
+            search.found.append(option)

@@ -1,8 +1,10 @@
 """Answer questions about one layout of a captured model: why it was not chosen, and what would make it fit."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
 
 import msgspec
 
@@ -10,7 +12,7 @@ from meshwright.cost.closed_form import predict_step
 from meshwright.cost.occupancy import box_of, num_peers, room_of
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
 from meshwright.cost.work import Communicate, Piece, StepWork
-from meshwright.errors import ClusterError
+from meshwright.errors import ClusterError, MeshwrightError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import RECOMPUTE, Layout
@@ -27,12 +29,14 @@ from meshwright.planner.inter_op.chain import chain_of
 from meshwright.planner.inter_op.layer_work import LayerPrices
 from meshwright.planner.inter_op.option import Option
 from meshwright.planner.inter_op.pipelines import Pipelines
-from meshwright.planner.reasons import alternative, needs_memory
+from meshwright.planner.reasons import alternative, needs_memory, smaller_batch
 from meshwright.planner.remedy import Change
 from meshwright.schedules.pipeline import schedule_of
 
 MOST_CHANGES = 5
-"""The largest number of changes that are suggested for a layout that does not fit."""
+"""The largest number of changes of a layout that are suggested if it does not fit."""
+MOST_LARGER = 2
+"""The largest number of layouts with more devices that are suggested."""
 _IMPOSSIBLE = (*REFUSALS, ClusterError)
 """Errors of a layout that the model, the schedule or the number of devices does not allow."""
 
@@ -160,49 +164,109 @@ def changes_that_fit(
     memory_bytes: float | None = None,
     optimizer: OptimizerCost = ADAMW,
     clips: bool = False,
+    graph_of: Callable[[int], Graph] | None = None,
 ) -> tuple[Change, ...]:
-    """Up to ``MOST_CHANGES`` single changes that make ``layout`` fit in memory, the fastest first. Empty if no single
-    change is enough. Prices of layers select the changes (decision 0040). The returned layouts were lowered and
-    simulated for the whole model."""
+    """Single changes that make ``layout`` fit in memory: up to ``MOST_CHANGES`` of the layout, up to ``MOST_LARGER``
+    with more devices, and a smaller batch. The change with the least device time for a sample comes first. Empty if no
+    single change is enough.
+
+    Prices of layers select the changes (decision 0040). The returned layouts were lowered and simulated for the whole
+    model. More devices are tried if the cluster has them or is open-ended. ``graph_of`` captures the step with another
+    batch size; without it, no smaller batch is tried."""
     limit = memory_bytes or _room_bytes(cluster, layout)
-    chain, lower = chain_of(graph, cluster, layout.num_ranks), lowering(graph)
-    prices = LayerPrices(chain, cluster, lowering(chain.graph), optimizer, clips, layout.num_ranks)
-    pipelines = Pipelines(prices, limit)
-    estimates: list[tuple[float, str, Layout]] = []
-    for text, changed in _single_changes(layout, graph.batch_size, cluster):
-        with suppress(*_IMPOSSIBLE):
-            option = _estimated(pipelines, changed)
-            if option.peak_bytes <= limit:
-                estimates.append((option.step_s, text, changed))
-    changes: list[Change] = []
-    ask = Ask(explains=False, optimizer=optimizer, lower=lower, room_bytes=limit)
-    for _, text, changed in sorted(estimates, key=lambda estimate: estimate[0]):
-        with suppress(*_IMPOSSIBLE):
-            plan = plan_layout(graph, changed, world_size=changed.num_ranks, cluster=cluster, ask=ask)
-            real = _option_of(plan, cluster, lower, optimizer, clips)
-            if real.peak_bytes <= limit:
-                changes.append(Change(text=text, step_s=real.step_s, peak_bytes=real.peak_bytes))
-        if len(changes) == MOST_CHANGES:
-            break
-    return tuple(sorted(changes, key=lambda change: change.step_s))
+    tries = _Tries(graph, cluster, lowering, limit, optimizer, clips)
+    changes = list(islice(tries.fitting(_single_changes(layout, graph.batch_size, cluster)), MOST_CHANGES))
+    changes += islice(tries.fitting(_more_devices(layout, graph.batch_size)), MOST_LARGER)
+    if graph_of is not None and (smaller := tries.smaller_batch(layout, graph_of)) is not None:
+        changes.append(smaller)
+    return tuple(sorted(changes, key=lambda change: (change.sample_device_s, change.step_s)))
 
 
-def _estimated(pipelines: Pipelines, layout: Layout) -> Option:
-    return pipelines.option(msgspec.structs.replace(layout, recompute="none"), (layout.recompute,))
+@dataclass
+class _Tries:
+    """Estimates, plans and simulates layouts of a model, and tells which of them fit in ``limit`` bytes."""
+
+    graph: Graph
+    cluster: Cluster
+    lowering: Callable[[Graph], Lower]
+    limit: float
+    optimizer: OptimizerCost
+    clips: bool
+
+    def __post_init__(self) -> None:
+        self._lower = self.lowering(self.graph)
+        self._pipelines: dict[int, Pipelines] = {}
+
+    def fitting(self, wanted: Iterable[tuple[str, Layout]]) -> Iterator[Change]:
+        """Yield the changes that fit, the fastest by their estimates first."""
+        estimates: list[tuple[float, str, Layout]] = []
+        for text, changed in wanted:
+            with suppress(*_IMPOSSIBLE):
+                option = self.estimated(changed)
+                if option.peak_bytes <= self.limit:
+                    estimates.append((option.step_s, text, changed))
+        for _, text, changed in sorted(estimates, key=lambda estimate: estimate[0]):
+            if (change := self._real(text, changed, self.graph, self._lower)) is not None:
+                yield change
+
+    def smaller_batch(self, layout: Layout, graph_of: Callable[[int], Graph]) -> Change | None:
+        """The largest smaller batch with which ``layout`` fits by its estimate, or if it does not fit then, half of it
+        or less; None if no batch that the layout divides is small enough."""
+        size, parts = 0, _shares(layout) * layout.microbatches
+        with suppress(*_IMPOSSIBLE):
+            size = smaller_batch(self.graph.batch_size, self.estimated(layout), self.limit)
+        while size:
+            with suppress(MeshwrightError):
+                graph = graph_of(size)
+                if (change := self._real(f"batch_size = {size}", layout, graph, self.lowering(graph))) is not None:
+                    return change
+            size = size // parts // 2 * parts
+        return None
+
+    def estimated(self, layout: Layout) -> Option:
+        """The estimate of a layout from prices of layers, on as many devices as it has ranks."""
+        count = layout.num_ranks
+        if count not in self._pipelines:
+            part = self._part(count)
+            chain = chain_of(self.graph, part, count)
+            prices = LayerPrices(chain, part, self.lowering(chain.graph), self.optimizer, self.clips, count)
+            self._pipelines[count] = Pipelines(prices, self.limit)
+        return self._pipelines[count].option(msgspec.structs.replace(layout, recompute="none"), (layout.recompute,))
+
+    def _part(self, count: int) -> Cluster:
+        return self.cluster if count <= self.cluster.num_devices else self.cluster.resized(count)
+
+    def _real(self, text: str, layout: Layout, graph: Graph, lower: Lower) -> Change | None:
+        """The change, lowered and simulated; None if it is impossible or does not fit after all."""
+        ask = Ask(explains=False, optimizer=self.optimizer, lower=lower, room_bytes=self.limit)
+        count = layout.num_ranks
+        with suppress(*_IMPOSSIBLE):
+            part = self._part(count)
+            plan = plan_layout(graph, layout, world_size=count, cluster=part, ask=ask)
+            real = _option_of(plan, part, lower, self.optimizer, self.clips)
+            if real.peak_bytes <= self.limit:
+                each_s = count * real.step_s / graph.batch_size
+                return Change(text=text, step_s=real.step_s, peak_bytes=real.peak_bytes, sample_device_s=each_s)
+        return None
+
+
+def _shares(layout: Layout) -> int:
+    """The number of equal parts into which the ranks of the layout divide a micro-batch."""
+    sizes = [layout.of_stage(index).dp for index in range(layout.pp)] if layout.stage_sizes else [layout.data_ranks]
+    return math.lcm(*sizes)
 
 
 def _single_changes(layout: Layout, batch_size: int, cluster: Cluster) -> Iterator[tuple[str, Layout]]:
-    """Yield all single changes that may save memory, in the form in which a user would write them, each with the
-    resulting layout."""
-    sizes = [layout.of_stage(index).dp for index in range(layout.pp)] if layout.stage_sizes else [layout.data_ranks]
-    shares = math.lcm(*sizes)
+    """Yield all single changes of the layout that may save memory and keep the devices and the batch, in the form in
+    which a user would write them, each with the resulting layout."""
+    shares = _shares(layout)
     wanted: list[dict[str, object]] = [
         {"microbatches": m}
         for m in (divisors(batch_size // shares) if batch_size % shares == 0 else ())
         if m > layout.microbatches
     ]
     wanted += [{"recompute": kind} for kind in RECOMPUTE[RECOMPUTE.index(layout.recompute) + 1 :]]
-    if max(sizes) > 1:
+    if shares > 1:
         wanted += [{"zero": level} for level in range(max(layout.zero, 0) + 1, 4)]
     if layout.offload == "none" and cluster.device.kind != "cpu":
         wanted.append({"offload": "optimizer"})
@@ -214,11 +278,20 @@ def _single_changes(layout: Layout, batch_size: int, cluster: Cluster) -> Iterat
             for axis in (("pp",) if isinstance(layout.tp, tuple) else ("tp", "pp", "cp"))
             if layout.dp % factor == 0 and not layout.stage_sizes
         ]
-    for factor in (2, 4):
-        if batch_size % (layout.data_ranks * factor * layout.microbatches) == 0 and not layout.stage_sizes:
-            wanted.append({"dp": layout.dp * factor})
     for fields in wanted:
-        text = ", ".join(f"{name} = {msgspec.json.encode(value).decode()}" for name, value in fields.items())
-        if set(fields) == {"dp"}:
-            text += f" ({layout.num_ranks * (int(str(fields['dp'])) // layout.dp)} ranks)"
-        yield text, msgspec.structs.replace(layout, **fields)
+        yield _words(fields), msgspec.structs.replace(layout, **fields)
+
+
+def _more_devices(layout: Layout, batch_size: int) -> Iterator[tuple[str, Layout]]:
+    """Yield the layouts with one axis two or four times as large, each with its text."""
+    if layout.stage_sizes:
+        return
+    for factor in (2, 4):
+        for axis in ("dp", "pp") if isinstance(layout.tp, tuple) else ("dp", "tp", "pp"):
+            if axis != "dp" or batch_size % (layout.data_ranks * factor * layout.microbatches) == 0:
+                fields = {axis: getattr(layout, axis) * factor}
+                yield f"{_words(fields)} ({layout.num_ranks * factor} ranks)", msgspec.structs.replace(layout, **fields)
+
+
+def _words(fields: Mapping[str, object]) -> str:
+    return ", ".join(f"{name} = {msgspec.json.encode(value).decode()}" for name, value in fields.items())

@@ -1,7 +1,4 @@
-"""Make the plan of a layout: its stages, and the factors that the mesh axes split in every operator.
-
-Explicit rules or the integer program choose the factors.
-"""
+"""Make the plan of a layout: its stages, and the factors that rules or the integer program split in every operator."""
 
 import math
 from collections import defaultdict
@@ -43,6 +40,7 @@ from meshwright.planner.join_plans import join_plans
 from meshwright.planner.notes import ModuleNotes, module_notes, unsplit_notes
 from meshwright.planner.pieces import with_pieces
 from meshwright.planner.pins import read_pins
+from meshwright.planner.receivers import follow_receivers, with_receivers
 from meshwright.planner.sequence_rule import sequences_between, split_attention, split_experts, split_sequence
 from meshwright.planner.spatial_rule import SpatialRule
 from meshwright.planner.tensor_rule import TensorRule
@@ -64,7 +62,7 @@ class Ask:
     own strategies). ``costs``: the cost model of the integer program (None: the model of the cluster).
     ``parameter_bytes``: the limit on the parameters that a rank stores between steps, which the integer program must
     respect. ``factors``: ranks gather the factors of dense layers' gradients, as with ``codec="factors"``. ``times``:
-    measured times of the algorithms of convolutions.
+    measured times of the algorithms of convolutions. ``receives``: choose the ranks that receive together.
 
     ``lower`` makes programs. From the costs of programs, the planner chooses the strategies for ``tp``, mixed axes and
     pins, the bucket sizes, and the convolutions that compute their interior rows first (``planner.interiors``).
@@ -84,6 +82,7 @@ class Ask:
     costs: CostModel | None = None
     parameter_bytes: float | None = None
     factors: bool = False
+    receives: bool = True
     times: AlgorithmTimes | None = None
     known: dict[tuple[object, ...], Assigned] = field(default_factory=dict)
     learned: dict[tuple[object, ...], Chosen] = field(default_factory=dict)
@@ -100,7 +99,8 @@ def plan_layout(
         ScheduleError: the schedule is not defined for this number of micro-batches.
     """
     check_precision(layout.precision, graph, cluster)
-    return _planned(graph, layout.resolved(world_size), cluster, None, ask or Ask())
+    plan = _planned(graph, layout.resolved(world_size), cluster, None, ask := ask or Ask())
+    return with_receivers(plan, graph, cluster) if cluster is not None and ask.receives else plan
 
 
 def adapt_plan(plan: Plan, graph: Graph) -> Plan:
@@ -117,7 +117,7 @@ def adapt_plan(plan: Plan, graph: Graph) -> Plan:
     parts = layout.microbatches * math.lcm(layout.data_ranks, *(axes.get("dp", 1) for axes in layout.stage_sizes))
     if not graph.gradients and graph.batch_size % parts:  # an evaluation of an incomplete last batch
         layout = msgspec.structs.replace(layout, microbatches=1)
-    return _planned(graph, layout, None, plan, Ask())
+    return follow_receivers(_planned(graph, layout, None, plan, Ask()), plan, graph)
 
 
 def _planned(graph: Graph, layout: Layout, cluster: Cluster | None, base: Plan | None, ask: Ask) -> Plan:

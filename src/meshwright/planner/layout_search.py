@@ -5,7 +5,6 @@ prices give the best cut into stages and the time of a layout (``inter_op.pipeli
 of lower bounds, so most of them are never cut. The fastest are planned, lowered and simulated for the whole model.
 """
 
-import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -41,6 +40,7 @@ from meshwright.planner.inter_op.option import Option
 from meshwright.planner.inter_op.pipelines import ALIKE, Pipelines
 from meshwright.planner.inter_op.recut import recut
 from meshwright.planner.lighter import Lighter, Sketch
+from meshwright.planner.queue import Entry, Queue
 from meshwright.planner.reasons import alternative, complexity, needs_memory
 from meshwright.planner.time_limit import TimeIsOverError, TimeLimit
 from meshwright.planner.unlike_stages import UnlikeStages
@@ -50,7 +50,7 @@ PLAYED = 6
 SHOWN = 8
 """The most slower layouts that a plan lists. It lists at most half as many that need too much memory."""
 AHEAD = 16
-"""The number of heap entries for which other processes may price layouts in advance."""
+"""The number of entries of the queue for which other processes may price layouts in advance."""
 EVERY_VARIATION = 24
 """Largest number of divisions of the ranks with context, expert or sequence parallelism that are all considered. If
 there are more, only variations of the fastest layouts, and the most promising with expert parallelism, are considered,
@@ -59,9 +59,6 @@ AKIN = 3
 """The number of fastest plain layouts whose variations are considered. Variations of fast variations are considered."""
 FILLED = 4
 """With this number of micro-batches per stage, a pipeline is full enough to compare divisions of ranks."""
-Entry = Layout | Option | Sketch
-"""An entry of the heap, which is ordered by seconds: a layout with its lower bound, an option that fits with its
-estimate, or a variant of a layout with ZeRO or recomputation with its lower bound."""
 
 
 @dataclass
@@ -109,9 +106,8 @@ class Search:
         self.pipelines = Pipelines(self.prices, self.limit, self.space.recompute)
         self.lighter = Lighter(self.pipelines, self.model, self.whole, self.offload, self.space.zero)
         self.axes = axes_of(graph)
-        # Entries: seconds, complexity, a number that orders equal entries, and the object.
-        self._heap: list[tuple[float, tuple[int, ...], int, Entry]] = []
-        self._numbers = itertools.count()
+        # On unlike devices, cuts are improved at the end (``unlike_stages``).
+        self._queue = Queue(recuts=self.cluster.homogeneous)
         self._seen, self._lightened = set[str](), set[str]()
 
     def _priced(self) -> tuple[WholeModel, LayerPrices]:
@@ -170,7 +166,7 @@ class Search:
         return self.batch % (shape.dp * shape.cp) != 0 and shape.ep == 1 and not shape.sequence_parallel
 
     def _push(self, shape: Layout) -> None:
-        """Add all runs of a division of ranks to the heap, with their lower bounds. Without stages, several
+        """Add all runs of a division of ranks to the queue, with their lower bounds. Without stages, several
         micro-batches only save memory, so a larger number is added only if the smaller number does not fit. If time is
         limited and no layout that fits is known, the first run is estimated at once, so that the search always has a
         result."""
@@ -181,7 +177,7 @@ class Search:
         self.clock.check()
         every = self.space.runs(shape, self.batch)
         for layout in every if shape.pp > 1 else every[:1]:
-            if layout == shape and not self.found and (self.clock.seconds is not None or not self._heap):
+            if layout == shape and not self.found and (self.clock.seconds is not None or not self._queue):
                 self._weigh(layout)
                 if not self.found and self.clock.seconds is not None:
                     self._lighten_first()
@@ -189,9 +185,9 @@ class Search:
                 self._bound(layout)
 
     def _bound(self, layout: Layout) -> None:
-        """Add a run to the heap with its lower bound."""
+        """Add a run to the queue with its lower bound."""
         try:
-            self._put(self.pipelines.bound_s(layout), layout)
+            self._queue.put(self.pipelines.bound_s(layout), layout)
         except REFUSALS as error:
             self._refuse(layout, error)
 
@@ -207,11 +203,11 @@ class Search:
             self._bound(larger)
 
     def _climb(self, every: list[Layout]) -> None:
-        """Take the entries with the smallest bounds or estimates from the heap, until ``PLAYED`` estimates were taken
+        """Take the entries with the smallest bounds or estimates from the queue, until ``PLAYED`` estimates were taken
         or no other layout can be among the fastest."""
         taken = akin = 0
-        while self._heap and taken < PLAYED and not self._decided:
-            _, _, _, entry = heapq.heappop(self._heap)
+        while self._queue and taken < PLAYED and not self._decided:
+            entry = self._queue.pop()
             self.prices.expect(self._next_to_price())
             if isinstance(entry, Layout):
                 self.clock.check()
@@ -219,6 +215,9 @@ class Search:
             elif isinstance(entry, Sketch):
                 self.clock.check()
                 self._lighten(entry)
+            elif self._queue.may_recut(entry):
+                self.clock.check()
+                self._cut_anew(entry)
             else:
                 taken += isinstance(entry.layout.tp, int)  # grids do not count
                 akin += entry.layout.is_plain
@@ -230,7 +229,7 @@ class Search:
 
     def _next_to_price(self) -> Iterator[Layout]:
         """The layouts that other processes may price now, while the search prices the layouts of the current entry."""
-        yield from itertools.chain.from_iterable(self._priced_for(e[-1]) for e in heapq.nsmallest(AHEAD, self._heap))
+        yield from itertools.chain.from_iterable(map(self._priced_for, self._queue.first(AHEAD)))
 
     def _priced_for(self, entry: Entry) -> list[Layout]:
         """The layouts whose prices an entry will probably need."""
@@ -247,7 +246,7 @@ class Search:
         priced separately, ``PLAYED`` layouts are always compared."""
         if self.whole or not self.found:
             return False
-        return self._heap[0][0] > (1 + ALIKE) * min(option.likely_s for option in self.found)
+        return self._queue.least_s > (1 + ALIKE) * min(option.likely_s for option in self.found)
 
     def _nearest(self, every: list[Layout]) -> list[Layout]:
         """The ``AKIN`` layouts with the smallest lower bounds among those with expert parallelism and without tp. They
@@ -273,7 +272,7 @@ class Search:
             self._push(shape)
 
     def _weigh_or_price(self, layout: Layout) -> None:
-        """Estimate a layout. If it is not priced yet, price it, and return it to the heap with its exact bound."""
+        """Estimate a layout. If it is not priced yet, price it, and return it to the queue with its exact bound."""
         if self.prices.knows(layout):
             self._weigh(layout)
             return
@@ -302,7 +301,7 @@ class Search:
             sketches = self.lighter.first_sketches(option)
             self._push_next(layout)
         for sketch in sketches:
-            self._put(sketch.bound_s, sketch)
+            self._queue.put(sketch.bound_s, sketch)
 
     def _lighten(self, sketch: Sketch) -> None:
         """Try a variant of a layout that does not fit: first with ideal ZeRO, and if it fits then, with real prices.
@@ -315,10 +314,10 @@ class Search:
             self.refused.append(f"{sketch.plain.name}: {error.problem}")
             waits = sketch.ideal is not None and not self.lighter.fits_plainly(sketch)
         if not waits and (more := self.lighter.next_sketch(sketch)) is not None:
-            self._put(more.bound_s, more)
+            self._queue.put(more.bound_s, more)
 
     def _idealize(self, sketch: Sketch) -> bool:
-        """If a variant may fit, return it to the heap with its ideal option. Returns whether the next ZeRO stage can
+        """If a variant may fit, return it to the queue with its ideal option. Returns whether the next ZeRO stage can
         wait until this variant is priced."""
         last = sketch.zero == self.lighter.last_zero(sketch.plain.layout)
         if not last and self.lighter.holds_too_much(sketch):
@@ -326,14 +325,14 @@ class Search:
         sketch = self.lighter.idealized(sketch)
         assert sketch.ideal is not None
         if self.lighter.may_fit(sketch):
-            self._put(sketch.bound_s, sketch)
+            self._queue.put(sketch.bound_s, sketch)
         else:
             self._note_size(sketch, sketch.ideal)
         return self.lighter.fits_plainly(sketch)
 
     def _price(self, sketch: Sketch) -> bool:
         """Estimate a variant, and keep it if it fits. Returns true if the next ZeRO stage is useless, or was added to
-        the heap with this variant."""
+        the queue with this variant."""
         option = self.lighter.priced(sketch)
         if self.lighter.fits(option):
             self._keep(option)
@@ -351,23 +350,19 @@ class Search:
 
     def _lighten_first(self) -> None:
         """Estimate the variants of a layout that does not fit before their turn."""
-        while not self.found:
-            places = [place for place, (*_, entry) in enumerate(self._heap) if isinstance(entry, Sketch)]
-            if not places:
-                return
-            _, _, _, sketch = self._heap.pop(places[0])
-            heapq.heapify(self._heap)
-            assert isinstance(sketch, Sketch)
+        while not self.found and (sketch := self._queue.pop_sketch()) is not None:
             self._lighten(sketch)
 
     def _keep(self, option: Option) -> None:
         self.found.append(option)
-        self.clock.found(option.name, option.likely_s)
-        self._put(option.likely_s, option)
+        self.clock.found(option.name, option.likely_s, option.peak_bytes)
+        self._queue.put(option.likely_s, option)
 
-    def _put(self, seconds: float, entry: Entry) -> None:
-        layout = entry if isinstance(entry, Layout) else entry.layout
-        heapq.heappush(self._heap, (seconds, complexity(layout), next(self._numbers), entry))
+    def _cut_anew(self, option: Option) -> None:
+        """Return an option to the queue with the best cut that was found."""
+        better = recut(option, self.pipelines)
+        self.found = [better if each is option else each for each in self.found]
+        self._queue.put_cut(better)
 
     # --- the result --------------------------------------------------------------------------------------------------
 
@@ -377,7 +372,6 @@ class Search:
             smallest = sorted((each for _, each in self.too_large.values()), key=lambda option: option.peak_bytes)
             self.found = self.model.fitting_or_error(smallest[:PLAYED], self.refused)
         fitting = sorted(self.found, key=lambda option: (option.likely_s, complexity(option.layout)))
-        fitting = recut(fitting, self.pipelines) if self.cluster.homogeneous else fitting
         unlike = UnlikeStages(
             self.cluster, self.world_size, self.lighter, self.of_chain, self.most_tp, self.only, self.memory_bytes,
             self.clock,

@@ -2,6 +2,7 @@
 number of pieces.
 
 More pieces travel earlier, but each has its own start, and smaller products are less efficient (``cost/pieces.py``).
+The host also has more kernels to launch, and cannot launch them as a graph.
 Products of the same module in repeated blocks, and in the same direction, have the same number of pieces.
 """
 
@@ -70,10 +71,10 @@ def with_pieces(
     if not chosen:
         return plan
     divided = _divided(plan, graph, {group: pieces for group, (pieces, _) in chosen.items()})
-    before, after = (
-        sum(costs.played_s(phase.nodes) for phase in each) for each in (phases, _phases(lower(divided), stages))
-    )
-    if after >= before:
+    # Shifts cannot be part of a graph of kernels, so the host launches each kernel of the pieces. In plain form, graphs
+    # can launch the kernels.
+    before = sum(costs.played_s(phase.nodes) for phase in phases)
+    if sum(costs.launched_s(phase.nodes) for phase in _phases(lower(divided), stages)) >= before:
         return plan
     notes = [
         Note(module=f"{module}{' (backward)' * backward}", split=in_pieces(pieces), reason=reason)

@@ -71,7 +71,7 @@ def nothing_fits(
         )
     least = min(too_large, key=lambda option: option.peak_bytes)
     changes = [f"give every rank {_gib(least.peak_bytes)} GiB for tensors"]
-    if fewer := _smaller_batch(graph.batch_size, least, limit):
+    if fewer := smaller_batch(graph.batch_size, least, limit):
         changes.append(f"use a global batch of {fewer}")
     else:
         changes.append(f"use more ranks: {_gib(least.memory.held_bytes)} GiB are held the whole step")
@@ -83,7 +83,7 @@ def nothing_fits(
     )
 
 
-def _smaller_batch(batch_size: int, option: Option, limit: float) -> int:
+def smaller_batch(batch_size: int, option: Option, limit: float) -> int:
     """The largest smaller batch with which the option's layout would fit in ``limit`` bytes; 0 if there is none. The
     memory of a micro-batch is assumed to be proportional to its number of samples."""
     parts = option.layout.data_ranks * option.layout.microbatches

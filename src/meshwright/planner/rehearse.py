@@ -33,7 +33,7 @@ def rehearse(setup: Setup, cluster: Cluster, known: KnownCosts | None = None) ->
     if costed is None:
         return None
     schedule, order, pieces, seconds = costed
-    ends = order.ends([seconds(*each) for each in order.distinct], len(schedule.ranks))
+    ends = order.ends([seconds(*each) for each in order.distinct], [0.0] * len(schedule.ranks))
     return max(ends) + pieces.after_s
 
 

@@ -13,12 +13,14 @@ from meshwright.ir.cluster import Cluster
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
     """A single change in the user's notation (``recompute = "full"``), with the resulting step time and peak memory.
-    ``setup`` is the changed setup of a model that is planned by its sizes."""
+    ``setup`` is the changed setup of a model that is planned by its sizes. ``sample_device_s`` is the price of a sample
+    of a captured model: the seconds of a step times the devices, divided by the batch."""
 
     text: str
     step_s: float
     peak_bytes: float
     setup: Setup | None = None
+    sample_device_s: float = 0.0
 
 
 def smallest_change(setup: Setup, cluster: Cluster, memory_bytes: float | None = None) -> Change | None:

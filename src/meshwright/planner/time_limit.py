@@ -14,6 +14,8 @@ log = logging.getLogger("meshwright")
 Progress = Callable[[str], None]
 TOLD_EVERY_S = 10.0
 """Least seconds between two progress messages in the log."""
+FIRST_TOLD_S = 2.0
+"""Seconds after which the log has the first layout that fits, without waiting for ``TOLD_EVERY_S``."""
 PLANNER = "(planner)"
 """The module of the note which says that a search was stopped."""
 
@@ -40,7 +42,7 @@ class TimeLimit:
         self.seconds, self.progress, self.stop = seconds, progress, stop
         self._begun = self._told = time.monotonic()
         self._deadline = self._begun + (math.inf if seconds is None else seconds)
-        self._best_s, self._best = math.inf, ""
+        self._best_s, self._best, self._told_best = math.inf, "", False
 
     @property
     def over(self) -> bool:
@@ -56,14 +58,17 @@ class TimeLimit:
         """Report the current work."""
         what += self._best
         self.progress(what)
-        if time.monotonic() > self._told + TOLD_EVERY_S:
-            self._told = time.monotonic()
+        now, first = time.monotonic(), bool(self._best) and not self._told_best
+        if now > self._told + TOLD_EVERY_S or (first and now > self._begun + FIRST_TOLD_S):
+            self._told, self._told_best = now, bool(self._best)
             log.info("planning: %s", what)
 
-    def found(self, layout: str, step_s: float) -> None:
-        """Note a layout that fits, with its estimated seconds of a step. The fastest becomes part of all reports."""
+    def found(self, layout: str, step_s: float, peak_bytes: float) -> None:
+        """Note a layout that fits, with its estimated seconds of a step and the bytes of the tensors of a rank at its
+        peak. The fastest becomes part of all reports."""
         if step_s < self._best_s:
-            self._best_s, self._best = step_s, f"; best so far: {layout}, {step_s * 1e3:.4g} ms a step"
+            costs = f"{step_s * 1e3:.4g} ms a step, {peak_bytes / 2**30:.3g} GiB a rank"
+            self._best_s, self._best = step_s, f"; best so far: {layout}, {costs}"
 
     def stopped(self, weighed: int, layouts: int, simulated: int) -> Note:
         """Log that the search was stopped, and return the note that says so in the plan."""

@@ -3,7 +3,8 @@
 import msgspec
 
 from meshwright.errors import ClusterError
-from meshwright.ir.cluster import Cluster, Level
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.level import Level
 
 MOST = 1000.0
 """The largest factor of a link's speed."""

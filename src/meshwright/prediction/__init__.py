@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from meshwright.catalog import cluster_names, load_cluster, load_software, software_names, with_software
+from meshwright.catalog import load_cluster, load_software, software_names, with_software
 from meshwright.catalog.models import family_names, load_model, load_network, model_names, network_names
 from meshwright.cost.collective import Network
 from meshwright.cost.exchange import GradientExchange, data_group, gradient_exchange
@@ -15,6 +15,7 @@ from meshwright.cost.step import StepEstimate, estimate_step, stage_parameters
 from meshwright.cost.uncertainty import memory_interval, step_interval
 from meshwright.errors import ClusterError, refuse
 from meshwright.ir.cluster import Cluster
+from meshwright.ir.cluster_names import cluster_names
 from meshwright.ir.device import quantity_problems
 from meshwright.ir.interval import Interval
 from meshwright.ir.software import Software

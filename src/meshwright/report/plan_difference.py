@@ -6,7 +6,7 @@ import msgspec
 
 from meshwright.ir.layout_text import layout_text
 from meshwright.ir.placement import Placement
-from meshwright.ir.plan import Plan, starred
+from meshwright.ir.plan import Plan, Stage, starred
 
 _WHOLE, _RUNS_WHOLE = "whole", "runs whole"
 
@@ -63,6 +63,7 @@ def _differences(old: Plan, new: Plan) -> Iterator[Difference]:
                 _words(before.operator_algorithms),
                 _words(after.operator_algorithms),
             ),
+            (f"stage {index} receives together", _receivers(before), _receivers(after)),
             (f"stage {index} reduces every micro-batch", _listed(before.gradients), _listed(after.gradients)),
             (f"stage {index} frees after each use", _listed(before.released), _listed(after.released)),
         ]
@@ -150,6 +151,10 @@ def _codecs(plan: Plan) -> str:
 
 def _words(values: Mapping[str, str]) -> str:
     return ", ".join(f"{key}={value}" for key, value in sorted(values.items()))
+
+
+def _receivers(stage: Stage) -> str:
+    return _words({kind.value: " + ".join(map(str, sizes)) for kind, sizes in stage.receivers.items()}) or "as usual"
 
 
 def _buckets(buckets: tuple[object, ...]) -> str:

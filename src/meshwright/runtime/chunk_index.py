@@ -22,6 +22,7 @@ from meshwright.errors import CheckpointError, FileFormatError
 from meshwright.ir import files
 from meshwright.runtime.manifest import DamagedCheckpointError, Manifest
 from meshwright.runtime.object_path import AnyPath
+from meshwright.torch_private import storage_info
 
 INDEX, TORCH_INDEX = "index.json", ".metadata"
 KINDS = ("model", "optimizer", "codec")
@@ -112,7 +113,7 @@ def small_files(index: Index) -> dict[str, bytes]:
 def _torch_index(index: Index) -> bytes:
     """The index as torch.distributed.checkpoint reads it. ``model.`` and so on is a level of its own when torch makes a
     nested state dict of it (``dcp_to_torch_save``)."""
-    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
     from torch.distributed.checkpoint.metadata import (
         STORAGE_TYPES,
         ChunkStorageMetadata,
@@ -131,7 +132,7 @@ def _torch_index(index: Index) -> bytes:
             [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in tensor.chunks],
         )
         for chunk in tensor.chunks:
-            places[MetadataIndex(name, chunk.offsets)] = _StorageInfo(chunk.file, chunk.at, chunk.num_bytes)
+            places[MetadataIndex(name, chunk.offsets)] = storage_info(chunk.file, chunk.at, chunk.num_bytes)
     paths = {name: _path(name) for name in tensors}
     return pickle.dumps(Metadata(tensors, paths, places, version=CURRENT_DCP_VERSION))
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from meshwright.comm.record import Timeline
 from meshwright.runtime.cuda_graphs import CudaGraphs, Graphs
 from meshwright.runtime.memory import OwnMemory, has_own_memory
+from meshwright.torch_private import keep_gpu_busy
 
 CPU = torch.device("cpu")
 
@@ -231,7 +232,7 @@ class Stopwatch:
     def queued(self, work: Callable[[], object]) -> float:
         """The seconds of work that has been launched before the device begins it."""
         if self._device.type == "cuda":
-            torch.cuda._sleep(self.QUEUED_CYCLES)
+            keep_gpu_busy(self.QUEUED_CYCLES)
         return self.seconds(work)
 
     def each(self, call: Callable[[], object], calls: int = 0) -> float:

@@ -22,7 +22,7 @@ from meshwright.compress.vector import coded_bytes, decode, encoded
 from meshwright.ir.codec import codec_of
 from meshwright.ir.program import Transfer
 from meshwright.ir.schedule import Action, ActionKind, Schedule
-from meshwright.ir.stages import FINISH, FORWARD, PHASE_OF, PROLOGUE, REDUCE, WEIGHT
+from meshwright.ir.stages import FINISH, FORWARD, INPUT, PHASE_OF, PROLOGUE, REDUCE, WEIGHT
 from meshwright.lower.partition import LoweredStage
 from meshwright.runtime.by_rule import by_rule
 from meshwright.runtime.codec_memory import CodecMemory
@@ -307,13 +307,14 @@ class Executor:
         needs."""
         key = (action.stage, _microbatch(action))
         live = self._live.pop(key, {})
+        done = FORWARD if kind is ActionKind.SEND_F else INPUT
         if kind is ActionKind.SEND_F:
             later = stage.kept
         elif key in self._split:
             later, self._split[key] = set(stage.phases[WEIGHT].inputs), True
         else:
             later = set()
-        if kept := {name: stage.after_sending(value) for name, value in live.items() if name in later}:
+        if kept := {name: stage.after_sending(name, value, done) for name, value in live.items() if name in later}:
             self._live[key] = kept
 
     def _receive(self, stage: RunningStage, action: Action) -> None:

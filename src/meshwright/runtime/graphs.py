@@ -23,7 +23,7 @@ from meshwright.comm.transport.base import first_line
 from meshwright.errors import GraphError, MeshwrightError
 from meshwright.ir.program import Program
 from meshwright.ir.schedule import ActionKind
-from meshwright.ir.stages import BACKWARD, CAPTURED, FORWARD, PROLOGUE, STEP, WEIGHT
+from meshwright.ir.stages import ALTERNATIVES, BACKWARD, CAPTURED, FORWARD, PROLOGUE, STEP, WEIGHT
 from meshwright.lower.function import BoxedFunction
 from meshwright.lower.partition import PhaseFunction
 from meshwright.runtime.cuda_graphs import Graph, Graphs
@@ -71,12 +71,20 @@ class _Captured(NamedTuple):
 
 
 class _Slot:
-    """The graphs of a micro-batch in flight, the pool of their memory, and the values that are copied for them."""
+    """The graphs of a micro-batch in flight, the pool of their memory, and the values that are copied for them:
+    ``taken`` has their names by phase."""
 
     def __init__(self, pool: Any, key: Tensor) -> None:
         self.pool, self.key = pool, key
         self.copies: dict[str, Tensor] = {}
+        self.taken: dict[str, set[str]] = {}
         self.graphs: dict[str, _Captured] = {}
+
+    def has(self, value_name: str, phase: str) -> bool:
+        """Whether a value was copied before ``phase`` runs. A whole backward does not run before a split one."""
+        return any(
+            value_name in names for other, names in self.taken.items() if phase not in ALTERNATIVES.get(other, ())
+        )
 
 
 class StageGraphs:
@@ -121,6 +129,14 @@ class StageGraphs:
         """Whether the phases are launched as graphs."""
         return bool(self._slots)
 
+    def holds(self, value_name: str, done: str) -> bool:
+        """Whether the slot of a micro-batch has all that phases after ``done`` read of a value: it is not copied there
+        later."""
+        if not self.captured:
+            return False
+        later = CAPTURED[CAPTURED.index(done) + 1 :]
+        return not any(value_name in self._slots[0].taken.get(name, ()) for name in later)
+
     def release(self) -> None:
         """Free the graphs and their memory."""
         self._slots.clear()
@@ -146,6 +162,8 @@ class StageGraphs:
             for value_name, value in zip(phase.inputs, arguments, strict=True):
                 if isinstance(value, Tensor) and value_name not in self._seen:
                     self._seen[value_name] = _Layout.of(value)
+        elif name in _ENDS:
+            self._slot_of.pop(microbatch, None)
         return dict(zip(phase.outputs, self._functions[name](arguments), strict=True))
 
     def _slot(self, name: str, microbatch: int) -> int:
@@ -215,8 +233,10 @@ class StageGraphs:
             else:
                 if value_name not in slot.copies:
                     slot.copies[value_name] = self._seen[value_name].empty()
+                if not slot.has(value_name, name):
                     taken.append((position, slot.copies[value_name]))
                 arguments.append(slot.copies[value_name])
+        slot.taken[name] = {phase.inputs[position] for position, _ in taken}
         results: list[Any] = []
 
         def work() -> None:

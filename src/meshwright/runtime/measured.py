@@ -6,9 +6,10 @@ import time
 import msgspec
 import torch
 
-from meshwright.ir.cluster import NETWORK, Calibration, Cluster, CollectiveTiming, Level
+from meshwright.ir.cluster import NETWORK, Calibration, Cluster, CollectiveTiming
 from meshwright.ir.device import Condition, Curve, Device, Kernels
 from meshwright.ir.kind import COMPUTE, KINDS, OPERANDS
+from meshwright.ir.level import Level
 from meshwright.runtime.machine import machine_name
 from meshwright.runtime.memory import memory_bytes
 

@@ -18,7 +18,7 @@ from meshwright.errors import LaunchError, LossScaleError
 from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.precision import LOSS_SCALE, Precision, is_scaled
 from meshwright.runtime.device import DeviceKind, Event, lacks
-from meshwright.torch_private import unscale_and_check
+from meshwright.torch_private import unscale_and_check, update_scale
 
 log = logging.getLogger("meshwright")
 
@@ -95,7 +95,7 @@ class LossScale:
         assert self._kind is not None
         found = self.unscaled(gradients, groups, loss).reshape(()).clamp_(max=1.0)
         if self.dynamic:
-            torch._amp_update_scale_(self._scale, self._grown, found, 2.0, 0.5, GROWTH_STEPS)
+            update_scale(self._scale, self._grown, found, 2.0, 0.5, GROWTH_STEPS)
             self._scale.clamp_(max=MOST_SCALE)
         self.settle(tells=tells)
         host = self._kind.pinned(found)

@@ -91,9 +91,10 @@ class RunningStage:
             return self.graphs.call(name, microbatch, arguments)
         return dict(zip(self.phases[name].outputs, self.functions[name](arguments), strict=True))
 
-    def after_sending(self, value: Any) -> Any:
-        """What is kept of a value that was sent, for later phases of its micro-batch: graphs have it in their slot."""
-        return IN_GRAPH if self.graphs is not None and self.graphs.captured else value
+    def after_sending(self, name: str, value: Any, done: str) -> Any:
+        """What is kept of a value for the phases of its micro-batch that follow ``done``, after sending: graphs have it
+        in their slot, unless they copy it there later."""
+        return IN_GRAPH if self.graphs is not None and self.graphs.holds(name, done) else value
 
     def _part(self, name: str, microbatch: int, num_microbatches: int) -> Tensor:
         """The slice ``name``: a micro-batch's part of a value of the whole step."""

@@ -173,18 +173,22 @@ class Step:
                         yield f"stage {number}, {name}", f"{reason}, which no graph can hold", remedy
 
     def _route(self, stage: int, kind: ActionKind, payload: Transfer) -> Route:
-        """Return this rank's route to or from the neighbouring stage. If stages have equal submeshes, each rank
-        exchanges its whole local tensor with one rank. Otherwise a transfer plan says which boxes go to which rank."""
-        near, places = _neighbour(stage, kind), self._places
-        if not self._plan.uneven:
+        """Return this rank's route to or from the neighbouring stage. If stages have equal submeshes, and the plan
+        names no ranks that receive together, each rank exchanges its whole local tensor with one rank. Otherwise a
+        transfer plan says which boxes go to which rank."""
+        near, places, plan = _neighbour(stage, kind), self._places, self._plan
+        sends = kind in (ActionKind.SEND_F, ActionKind.SEND_B)
+        receiving, receives = (near, PARTNER[kind][1]) if sends else (stage, kind)
+        receivers = plan.stages[receiving].receivers.get(receives, ())
+        if not (plan.uneven or receivers):
             whole = tuple(slice(0, size) for size in payload.value.shape)
             return Route(((self._linked(places.rank_of(near))[0], whole),))
-        first, here = (self._plan.mesh.stage_ranks(places.rank_of(each)).start for each in (near, stage))
-        own_rank = self._rank - here
-        ends = [(batch_border(self._graph, payload.tensor, self._plan.sizes(each)), each) for each in (stage, near)]
-        sends = kind in (ActionKind.SEND_F, ActionKind.SEND_B)
-        (source, at), (target, to) = ends if sends else reversed(ends)
-        crossing = transfer(payload.whole, source, self._plan.submesh(at).sizes, target, self._plan.submesh(to).sizes)
+        first, here = (plan.mesh.stage_ranks(places.rank_of(each)).start for each in (near, stage))
+        own_rank, placed = self._rank - here, payload.placements
+        beside = batch_border(self._graph, payload.tensor, plan.sizes(near)) if plan.uneven else placed
+        own_end, near_end = (placed, plan.submesh(stage).sizes), (beside, plan.submesh(near).sizes)
+        source, target = (own_end, near_end) if sends else (near_end, own_end)
+        crossing = transfer(payload.whole, *source, *target, receivers)
         if sends:
             pairs = [(first + piece.target, piece.source_box) for piece in crossing.pieces if piece.source == own_rank]
             return Route(tuple((peer, _place(box)) for peer, box in pairs))

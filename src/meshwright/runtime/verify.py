@@ -15,7 +15,7 @@ from meshwright.runtime.initialize import materialize
 from meshwright.runtime.loop import Progress
 from meshwright.runtime.optimizer import OptimizerFactory
 from meshwright.runtime.trainer import Trainer
-from meshwright.torch_private import pytree
+from meshwright.torch_private import Dropout, pytree
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-9
@@ -47,7 +47,7 @@ def in_float64(model: nn.Module, seed: int) -> nn.Module:
     twin = copy.deepcopy(model)
     materialize(twin, torch.device("cpu"), seed)
     for module in twin.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        if isinstance(module, Dropout):
             module.p = 0.0
     return twin.double()
 

@@ -57,29 +57,45 @@ def transfer(
     source_sizes: dict[str, int],
     target: Placements,
     target_sizes: dict[str, int],
+    receivers: tuple[int, ...] = (),
 ) -> TransferPlan:
     """The transfer of a tensor of global ``shape`` between two submeshes, from placements ``source`` to ``target``.
 
     ``source_sizes`` and ``target_sizes`` map the axes of the submeshes to their sizes, outermost first. Neighbouring
     ranks differ on the last axis. A placement on an axis of size 1, or on an axis without a size, is ignored.
 
-    Target ranks with the same part each receive a chunk of the part and complete it by a Gather, so no element is sent
-    twice. If several source ranks hold a part, the rank that has the fewest elements to send so far sends it; among
-    equal ranks, the lowest.
+    Target ranks that need the same part, and receive together, each receive a chunk of the part and complete it by a
+    Gather. ``receivers`` are the sizes of the groups of neighbouring target ranks that receive together; empty: all of
+    them do. Rank 0 sends an element that ranks 0 to 3 of the target need:
+
+        receivers ()            once, and 4 ranks gather
+                  (2, 2)        twice, and 2 ranks gather: once per box of 2 ranks
+                  (1, 1, 1, 1)  4 times, without a gather
+
+    The second form is the local all-gather of Zhuang et al. 2023, On Optimizing the Communication of Model Parallelism.
+    If several source ranks hold a part, the rank that has the fewest elements to send so far sends it; among equal
+    ranks, the lowest.
 
     Raises:
-        PlanError: a placement is Partial, names a dim that the tensor does not have, or does not cut evenly.
+        PlanError: a placement is Partial, names a dim that the tensor does not have, or does not cut evenly; or
+            ``receivers`` are not all target ranks.
     """
     source = _cutting(shape, source, source_sizes, "source")
     target = _cutting(shape, target, target_sizes, "target")
     senders = _holders(_regions(shape, source, source_sizes, "source"))
     wanted = _regions(shape, target, target_sizes, "target")
+    group_of = _groups(receivers or (len(wanted),), len(wanted))
     if not math.prod(shape):
         return TransferPlan((), ())
 
     part = local_shape(shape, target, target_sizes)
     arriving: dict[int, Box | None] = dict.fromkeys(range(len(wanted)), tuple((0, size) for size in part))
-    gathers = [_gather(ranks, part) for _, ranks in _holders(wanted) if len(ranks) > 1]
+    together = [
+        [rank for rank in ranks if group_of[rank] == group]
+        for _, ranks in _holders(wanted)
+        for group in dict.fromkeys(group_of[rank] for rank in ranks)
+    ]
+    gathers = [_gather(ranks, part) for ranks in together if len(ranks) > 1]
     for gather in gathers:
         arriving.update(zip(gather.ranks, gather.boxes, strict=True))
 
@@ -155,6 +171,17 @@ def _regions(shape: tuple[int, ...], placements: Placements, sizes: dict[str, in
             region.append(runs)
         result.append(tuple(region))
     return result
+
+
+def _groups(receivers: tuple[int, ...], num_ranks: int) -> list[int]:
+    """The number of the group in which each target rank receives."""
+    if min(receivers) < 1 or sum(receivers) != num_ranks:
+        raise PlanError(
+            f"groups of {' + '.join(map(str, receivers))} ranks receive, the stage has {num_ranks}",
+            where="receivers",
+            remedy="give sizes of 1 or more that sum up to the ranks of the stage",
+        )
+    return [group for group, size in enumerate(receivers) for _ in range(size)]
 
 
 def _holders(regions: list[_Region]) -> list[tuple[_Region, list[int]]]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from meshwright.errors import ScheduleError
-from meshwright.ir.schedule import Action, ActionKind, Schedule
+from meshwright.ir.schedule import Action, ActionKind, ActionList, Schedule
 
 Times = tuple[tuple[float, float], ...]
 """(start, end) of each of a rank's actions, in the order of its list."""
@@ -89,14 +89,16 @@ class Order(NamedTuple):
     kinds: tuple[int, ...]
     distinct: tuple[tuple[int, ActionKind], ...]
 
-    def ends(self, seconds: Sequence[float], num_ranks: int) -> list[float]:
-        """The end of each rank's last action. ``seconds`` has the time of each entry of ``distinct``."""
-        free, ends = [0.0] * num_ranks, [0.0] * len(self.actions)
+    def ends(self, seconds: Sequence[float], begins: Sequence[float], late: Sequence[float] = ()) -> list[float]:
+        """The end of each rank's last action. ``seconds`` has the time of each entry of ``distinct``, and ``begins``
+        the time at which each rank begins. ``late`` has, for each entry of ``distinct``, the time after which an
+        awaited action's result arrives; if it is empty, results arrive at once."""
+        free, ends, late = [*begins], [0.0] * len(self.actions), late or [0.0] * len(self.distinct)
         for number, (rank, awaits, kind) in enumerate(zip(self.ranks, self.awaits, self.kinds, strict=True)):
             start = free[rank]
             for other in awaits:
-                if ends[other] > start:
-                    start = ends[other]
+                if ends[other] + late[kind] > start:
+                    start = ends[other] + late[kind]
             free[rank] = ends[number] = start + seconds[kind]
         return free
 
@@ -115,21 +117,29 @@ class Order(NamedTuple):
 
 MOST_ORDERS = 128
 """Largest number of schedules whose order is kept."""
-_ORDERS: dict[int, tuple[Schedule, Order]] = {}
-"""Maps the id of a schedule to the schedule, which keeps the id from being used again, and to its order."""
+_ORDERS: dict[tuple[int, bool], tuple[Schedule, Order]] = {}
+"""Maps the id of a schedule, and whether its actions wait directly, to the schedule, which keeps the id from being used
+again, and to its order."""
 
 
-def order_of(schedule: Schedule, *, keep: bool = True) -> Order:
+def order_of(schedule: Schedule, *, keep: bool = True, direct: bool = False) -> Order:
     """The order of a schedule. Actions that can never run are left out, together with all later actions of their
-    rank. Without ``keep``, the order is not kept for the next call, as for a schedule that does not come again."""
+    rank. Without ``keep``, the order is not kept for the next call, as for a schedule that does not come again. With
+    ``direct``, sends and receives are left out: an action waits for the action that computes what it needs."""
     if not keep:
-        return _ordered(schedule)
-    known = _ORDERS.get(id(schedule))
+        return _ordered(_computing(schedule) if direct else schedule)
+    known = _ORDERS.get((id(schedule), direct))
     if known is None:
         if len(_ORDERS) >= MOST_ORDERS:
             _ORDERS.clear()
-        known = _ORDERS[id(schedule)] = schedule, _ordered(schedule)
+        known = _ORDERS[id(schedule), direct] = schedule, _ordered(_computing(schedule) if direct else schedule)
     return known[1]
+
+
+def _computing(schedule: Schedule) -> Schedule:
+    """The schedule without sends and receives."""
+    ranks = (ActionList(action for action in actions if not action.kind.transfers) for actions in schedule.ranks)
+    return msgspec.structs.replace(schedule, ranks=tuple(ranks))
 
 
 def _ordered(schedule: Schedule) -> Order:

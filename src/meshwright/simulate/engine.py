@@ -278,6 +278,9 @@ class _Engine:
     def _come(self, class_id: int, rank: _Rank, piece: Meet, now: float) -> None:
         axis = piece.piece.axis
         members = self._folded.meeting(axis, class_id, piece.piece.members)
+        if piece.piece.part and self._links is not None:  # every rank is a class by itself
+            first = members.index(class_id) // piece.piece.part * piece.piece.part
+            members = members[first : first + piece.piece.part]
         number = rank.counts.get((axis, members), 0)
         rank.counts[axis, members] = number + 1
         key = (axis, members, number)

@@ -10,7 +10,7 @@ import msgspec
 from meshwright.cost.collective import SHORT_RING, Group, Network
 from meshwright.cost.fabric import Fabric
 from meshwright.errors import ClusterError, LayoutError
-from meshwright.ir.cluster import Level
+from meshwright.ir.level import Level
 from meshwright.ir.program import CollectiveKind
 
 Resource = tuple[str, int, int]

@@ -3,9 +3,10 @@ by simulated replicas."""
 
 from collections.abc import Iterator, Sequence
 
-from meshwright.ir.cluster import Cluster, Level
+from meshwright.ir.cluster import Cluster
 from meshwright.ir.consistency import ASYNC, Consistency, Server, Sync
 from meshwright.ir.device import Device
+from meshwright.ir.level import Level
 from meshwright.simulate.faults import Faults, ReplicaFaults
 from meshwright.simulate.letters import ReplicaStep
 from meshwright.simulate.played import COMPUTE

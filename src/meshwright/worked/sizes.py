@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from meshwright.catalog import load_cluster, load_device
+from meshwright.catalog import load_cluster
 from meshwright.catalog.models import load_model, load_network
 from meshwright.cost.collective import Group, Network
 from meshwright.cost.memory import stage_memory
 from meshwright.cost.setup import Setup
+from meshwright.ir.cluster_names import load_device
 from meshwright.ir.transformer import Transformer
 from meshwright.worked.line import Line, compared, held
 

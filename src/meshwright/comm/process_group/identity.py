@@ -4,8 +4,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from meshwright.comm.process_group.registration import NAME
-
+NAME = "meshwright"
+"""The name of the backend."""
 _ProcessGroup: Any = dist.ProcessGroup
 """The base class without its types. PyTorch's stubs give each method several signatures, but PyTorch calls only one."""
 

@@ -6,14 +6,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from meshwright.comm.attendance import close
 from meshwright.comm.collective_kind import SLOTS
 from meshwright.comm.collectives import Collectives
 from meshwright.comm.member import check_verdict
 from meshwright.comm.process_group.work import GroupError
 from meshwright.comm.transport.base import Lane
 from meshwright.comm.transport.connection import shared_lanes
-from meshwright.comm.transport.point_to_point import TorchLane
+from meshwright.comm.transport.point_to_point import TorchLane, close
 from meshwright.comm.transport.process import box
 from meshwright.comm.transport.progress import RankStreams
 from meshwright.comm.transport.shared_memory import SharedMemory

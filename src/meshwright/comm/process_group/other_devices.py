@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from meshwright.comm.process_group.registration import NAME
+from meshwright.comm.process_group.identity import NAME
 from meshwright.comm.process_group.work import GroupError
 
 

@@ -4,8 +4,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-NAME = "meshwright"
-"""The name of the backend."""
+from meshwright.comm.process_group.identity import NAME
 
 
 def register() -> None:

@@ -4,6 +4,7 @@ import struct
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
@@ -11,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.comm.attendance import Attendance, close
 from meshwright.comm.transport.arrival import Watched
 from meshwright.comm.transport.base import (
     MESSAGE_BYTES,
@@ -33,16 +33,22 @@ _HEADER = struct.Struct("=QQ")
 """The header of each message: the number of bytes of the message, and its tag."""
 _TAG = 1
 """The torch.distributed tag of a lane's messages; all other messages of the group have other tags."""
+_CLOSE_TAG = 2
+"""The tag of the receives in ``close``."""
 
 
 class PointToPoint:
     """A channel to the rank ``peer`` of a group. While the channel waits, it keeps the streams of ``progress`` moving.
-    ``attendance`` tells which ranks are gone."""
+    ``culprit`` finds the rank that caused a lost connection, and why."""
 
     def __init__(
-        self, group: dist.ProcessGroup, peer: int, progress: RankStreams, attendance: Attendance | None = None
+        self,
+        group: dist.ProcessGroup,
+        peer: int,
+        progress: RankStreams,
+        culprit: Callable[[], Trouble | None] = lambda: None,
     ) -> None:
-        self._group, self._peer, self._progress, self._attendance = group, peer, progress, attendance
+        self._group, self._peer, self._progress, self._culprit = group, peer, progress, culprit
         self._name = dist.get_global_rank(group, peer)
         self._messages = ChannelRecord(progress, dist.get_global_rank(group, group.rank()), self._name)
 
@@ -72,8 +78,7 @@ class PointToPoint:
             try:
                 self._progress.during(work.wait)
             except RuntimeError as error:
-                has_verdict = self._progress.verdict is not None
-                trouble = self._attendance.culprit() if self._attendance is not None and not has_verdict else None
+                trouble = self._culprit() if self._progress.verdict is None else None
                 if trouble is not None:
                     raise trouble.error(f"{what} is due") from error
                 raise late(self._name, f"{otherwise}, and {what} is due: {first_line(error)}") from error
@@ -218,3 +223,13 @@ class _Room:
     def message(self, num: int, dtype: torch.dtype) -> Tensor:
         """The message as a tensor of ``num`` elements."""
         return self.whole[_HEADER.size : _HEADER.size + num * dtype.itemsize].view(dtype)
+
+
+def close(group: Any, *peers: int) -> None:
+    """Close this rank's gloo connections to ``peers`` of a group (default: all), so that peers stop waiting for it.
+    ``group`` is a process group, or a bare gloo backend."""
+    is_gloo = not isinstance(group, dist.ProcessGroup) or "gloo" in dist.get_backend(group)
+    for peer in (peers or range(group.size())) if is_gloo else ():
+        if peer != group.rank():
+            with suppress(RuntimeError):  # a receive that times out closes the connection
+                group.recv([torch.empty(1)], peer, _CLOSE_TAG).wait(timedelta(milliseconds=1))

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
-from meshwright.comm.flight_recorder import FlightRecorder
+from meshwright.comm.transport.flight_recorder import FlightRecorder
 from meshwright.errors import LostRankError, MeshwrightError, RankError
 
 T = TypeVar("T")

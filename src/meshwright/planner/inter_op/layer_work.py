@@ -62,8 +62,9 @@ class LayerPrices:
         self.codecs = PieceCodecs(cluster, _gradient_bytes(chain.graph)) if codec == AUTO else None
         self._coded: dict[LayerWorks, LayerWorks] = {}
         self._ask = Ask(
-            explains=False, optimizer=optimizer, lower=lower, fits_buckets=False, firsts=chain.firsts, alike=self._alike
-        )
+            explains=False, optimizer=optimizer, lower=lower, fits_buckets=False, firsts=chain.firsts,
+            alike=self._alike, receives=False,
+        )  # fmt: skip
         terms = cut(chain.graph, chain.firsts).terms
         self._terms = {
             term: parameter

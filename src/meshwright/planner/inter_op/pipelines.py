@@ -71,7 +71,7 @@ class Pipelines:
         sums_s, update_s = self.once_s(works)
         if self.prices.codecs is not None:  # sums over another number of ranks allow no conclusion
             sums_s = self._least_sums_s(works) if self.prices.knows(layout) else 0.0
-        once_s = update_s / layout.dp + (0.0 if self._overlaps or layout.dp == 1 else sums_s)
+        once_s = update_s / layout.dp + (0.0 if self.overlaps or layout.dp == 1 else sums_s)
         busy_s = (layout.microbatches * total + once_s * LEAST) / layout.pp
         slowest_s = layout.microbatches * self._slowest_s(layout, works) * factor
         return max(busy_s, slowest_s, filled_s(layout, total))
@@ -81,7 +81,7 @@ class Pipelines:
         sums are left out (see ``_least_sums_s``), because a joint bucket of several layers takes less time than
         separate buckets."""
         sums = self.prices.codecs is None
-        seconds = self.prices.seconds(works, passes(layout), hidden=not self._overlaps, sums=sums)
+        seconds = self.prices.seconds(works, passes(layout), hidden=not self.overlaps, sums=sums)
         return np.array(seconds)[self.chain.numbers]
 
     def _least_sums_s(self, works: LayerWorks) -> float:
@@ -116,7 +116,7 @@ class Pipelines:
         return self._once[works]
 
     @property
-    def _overlaps(self) -> bool:
+    def overlaps(self) -> bool:
         """Whether collectives overlap with kernels."""
         return self.cluster.device.kind != "cpu"
 
@@ -215,7 +215,8 @@ class Pipelines:
     def predicted(self, layout: Layout, work: StepWork, cluster: Cluster) -> Predicted:
         """The closed form of a step on ``cluster``."""
         few, more, steps = periods(layout)
-        first, *others = predict_steps(work, [few, more] if steps else [few], layout.mesh(), cluster)
+        schedules = [few, more] if steps else [few]
+        first, *others = predict_steps(work, schedules, layout.mesh(), cluster, overlap=self.overlaps)
         if not steps:
             return first
         (second,) = others
@@ -305,7 +306,7 @@ class Pipelines:
         for stage in works.works:
             updates = [piece for piece in stage.after if isinstance(piece, Compute)]
             sums = (*stage.pieces.get(ActionKind.REDUCE_GRAD.value, ()), *filter(is_sum, stage.after))
-            pieces = updates if self._overlaps else (*updates, *sums)
+            pieces = updates if self.overlaps else (*updates, *sums)
             each.append(pieces_s(pieces, works.mesh, self.prices.network))
         return spans(np.array(each)[self.chain.numbers])
 

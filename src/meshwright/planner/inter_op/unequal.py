@@ -14,11 +14,15 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.cost.crossing import Crossed
+from meshwright.cost.fabric import Fabric
 from meshwright.cost.occupancy import RankMemory, box_of, num_peers, peak_memory, room_of
 from meshwright.cost.work import StepWork
 from meshwright.errors import LayoutError, PlanError, ScheduleError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.layout import RECOMPUTE, Layout, Recompute
+from meshwright.ir.mesh import Mesh
+from meshwright.ir.placement import Placements, Shard
 from meshwright.ir.schedule import ActionKind
 from meshwright.planner.candidates import divisors
 from meshwright.planner.inter_op.option import Option
@@ -27,6 +31,7 @@ from meshwright.planner.inter_op.rounds import simulated_s
 from meshwright.planner.inter_op.stage_prices import Assignment, StagePrices, Submesh
 from meshwright.planner.inter_op.stages import assign_stages
 from meshwright.planner.inter_op.works import LayerWorks
+from meshwright.planner.receivers import cheapest
 from meshwright.schedules.pipeline import training_schedule
 
 SIMULATED = 3
@@ -168,8 +173,9 @@ class UnequalStages:
             ends = [(of.works.facts[layers[0]], of.works.facts[layers[-1]])
                     for of, layers in zip(chosen, self.chain.priced(ranges), strict=True)]  # fmt: skip
             work = with_transfers(
-                work, sizes, [last.up_bytes for _, last in ends], [first.down_bytes for first, _ in ends]
-            )
+                work, Fabric(self.cluster, layout.mesh()),
+                [last.up_bytes for _, last in ends], [first.down_bytes for first, _ in ends],
+            )  # fmt: skip
         try:
             predicted = self.pools[0].pipelines.predicted(layout, work, self.cluster)
             step_s = simulated_s(layout, work, self.cluster)
@@ -198,31 +204,32 @@ class UnequalStages:
         )
 
 
-def moved_bytes(whole: float, source: tuple[int, int], target: tuple[int, int]) -> float:
-    """The bytes that the busiest rank sends if a tensor of ``whole`` bytes is sent from one stage to another.
-    ``source`` and ``target`` are the sizes (dp, tp) of the two stages. The batch of the tensor is split over dp only.
-
-    Several target ranks may need the same part. Each of them then receives a chunk and sends it to the others
-    (``schedules.reshard``). These bytes count too.
-    """
-    (dp, copies), (target_dp, target_copies) = source, target
-    chunks = target_dp * target_copies
-    pieces = max(1.0, chunks / dp)  # pieces of a part; ranks with equal parts share them
-    sent = whole / dp * (math.ceil(pieces / copies) / pieces if copies > 1 else 1.0)
-    return sent + (target_copies - 1) * whole / chunks
-
-
-def with_transfers(
-    work: StepWork, sizes: Sequence[tuple[int, int]], up_bytes: Sequence[int], down_bytes: Sequence[int]
-) -> StepWork:
-    """The work of stages with these sizes of dp and tp, including the bytes that pass between stages. ``up_bytes`` and
-    ``down_bytes`` are the bytes of the whole tensors that each stage sends to the next and to the previous stage."""
-    last, stages = len(sizes) - 1, []
-    for number, stage in enumerate(work.stages):
-        up = moved_bytes(up_bytes[number], sizes[number], sizes[number + 1]) if number < last else 0.0
-        down = moved_bytes(down_bytes[number], sizes[number], sizes[number - 1]) if number else 0.0
-        stages.append(msgspec.structs.replace(stage, sent_up_bytes=round(up), sent_down_bytes=round(down)))
+def with_transfers(work: StepWork, fabric: Fabric, up_bytes: Sequence[int], down_bytes: Sequence[int]) -> StepWork:
+    """The work of the stages of the fabric's mesh, including what passes between them in the cheapest form
+    (``planner.receivers``). ``up_bytes`` and ``down_bytes`` are the bytes of the whole tensors that each stage sends to
+    the next and to the previous stage."""
+    stages = list(work.stages)
+    for number in range(len(stages) - 1):
+        for source, target, size, sent, kinds in (
+            (number, number + 1, up_bytes[number], "sent_up_bytes", "F"),
+            (number + 1, number, down_bytes[number + 1], "sent_down_bytes", "BI"),
+        ):
+            _, found = cheapest(fabric, source, target, [_batch(fabric.mesh, source, target, size)])
+            stages[source] = msgspec.structs.replace(stages[source], **{sent: found.sent_bytes})
+            pieces = {
+                kind: (*found.gathers, *each) if kind in kinds else each for kind, each in stages[target].pieces.items()
+            }
+            stages[target] = msgspec.structs.replace(stages[target], pieces=pieces)
     return msgspec.structs.replace(work, stages=tuple(stages))
+
+
+def _batch(mesh: Mesh, source: int, target: int, num_bytes: int) -> Crossed:
+    """A tensor of at least ``num_bytes`` bytes, with a batch that is split over dp in both stages. Its bytes divide
+    into equal parts and chunks."""
+    first, second = mesh.submesh(source), mesh.submesh(target)
+    unit = math.lcm(first.sizes.get("dp", 1), second.world_size)
+    over_dp: Placements = {"dp": Shard(0)}
+    return Crossed("the batch", (-(-num_bytes // unit) * unit,), 1, over_dp, over_dp)
 
 
 def _sizes(devices: int, box: int) -> list[int]:
