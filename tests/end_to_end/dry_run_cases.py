@@ -89,8 +89,9 @@ SHORT: Mapping[str, mw.Layout] = {
     "zb-h1, dp2, zero 1": mw.Layout(pp=2, dp=2, zero=1, microbatches=4, schedule="zb-h1"),
     "zb-h2, tp2": mw.Layout(pp=2, tp=2, microbatches=4, schedule="zb-h2"),
     "zb-v, dp2": mw.Layout(pp=2, dp=2, microbatches=4, chunks=2, schedule="zb-v"),
+    "dualpipe-v, tp2": mw.Layout(pp=2, tp=2, microbatches=4, chunks=2, schedule="dualpipe-v"),
 }
-"""Pipelines of a small model by several schedules."""
+"""A pipeline of each schedule that GPUs run."""
 
 
 def stacked_mlp() -> oracle.Subject:
