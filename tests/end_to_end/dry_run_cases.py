@@ -89,8 +89,9 @@ SHORT: Mapping[str, mw.Layout] = {
     "zb-h1, dp2, zero 1": mw.Layout(pp=2, dp=2, zero=1, microbatches=4, schedule="zb-h1"),
     "zb-h2, tp2": mw.Layout(pp=2, tp=2, microbatches=4, schedule="zb-h2"),
     "zb-v, dp2": mw.Layout(pp=2, dp=2, microbatches=4, chunks=2, schedule="zb-v"),
+    "dualpipe-v, tp2": mw.Layout(pp=2, tp=2, microbatches=4, chunks=2, schedule="dualpipe-v"),
 }
-"""Pipelines of a small model by several schedules."""
+"""A pipeline of each schedule that GPUs run."""
 
 
 def stacked_mlp() -> oracle.Subject:
@@ -101,13 +102,11 @@ def stacked_mlp() -> oracle.Subject:
 
 def small() -> Iterator[Case]:
     """Small models under the axes that ``layouts`` lacks, and in pipelines. All ranks are run."""
-    subjects: dict[str, tuple[Callable[[], oracle.Subject], mw.Layout]] = {
-        name: (partial(make, False), layout) for name, (make, layout) in OTHER.items()
-    }
-    subjects |= {name: (stacked_mlp, layout) for name, layout in SHORT.items()}
-    for name, (make, layout) in subjects.items():
-        options = {"plan": layout, "optimizer": oracle.OPTIMIZERS["AdamW"], "max_grad_norm": oracle.MAX_GRAD_NORM}
-        yield Case(name, make, options, "" if name in OTHER else stacked_mlp.__name__)
+    settings = {"optimizer": oracle.OPTIMIZERS["AdamW"], "max_grad_norm": oracle.MAX_GRAD_NORM}
+    for name, (make, layout) in OTHER.items():
+        yield Case(name, partial(make, False), {"plan": layout, **settings})
+    for name, layout in SHORT.items():
+        yield Case(name, stacked_mlp, {"plan": layout, **settings}, stacked_mlp.__name__)
 
 
 def models() -> Iterator[Case]:

@@ -14,7 +14,7 @@ import torch
 import meshwright as mw
 from meshwright import api, cli
 from meshwright.api.machine import check_size, known_cluster
-from meshwright.api.measured_gpus import LEAST_SPREAD, gpu_cluster, gpu_name
+from meshwright.api.measured_gpus import HOST_SPREAD, LEAST_SPREAD, gpu_cluster, gpu_name
 from meshwright.api.plans import choose
 from meshwright.catalog import with_software
 from meshwright.cost.collective import Group, Network
@@ -24,6 +24,7 @@ from meshwright.cost.program import step_work
 from meshwright.errors import ClusterError, FileFormatError, LaunchError
 from meshwright.ir import files
 from meshwright.ir.cluster import Cluster, CollectiveTiming
+from meshwright.ir.interval import interval, step_deviation
 from meshwright.ir.kernel import Product
 from meshwright.ir.kind import COMPUTE, KINDS, OPERANDS
 from meshwright.lower.plans import PlanLowering
@@ -425,9 +426,21 @@ def launched(monkeypatch: pytest.MonkeyPatch, ranks: int, here: int) -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_without_a_cluster_the_cuda_device_at_hand_is_planned_for() -> None:
+def test_without_a_cluster_the_cuda_device_at_hand_is_planned_for(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "meshwright")
     here = known_cluster(None, CUDA)
     assert (here.name, here.device.name, here.device.memory_bytes) == ("h100-dgx", "h100", Properties.total_memory)
+    assert (
+        "cuda was not measured: predictions rest on the catalog, and are wide (`meshwright calibrate`)" in caplog.text
+    )
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_intervals_without_a_calibration_are_wider_than_those_of_a_good_one() -> None:
+    spread = known_cluster(None, CUDA).software.spread
+    measured = msgspec.structs.replace(spread, step=LEAST_SPREAD, host=HOST_SPREAD)
+    wide, narrow = (interval(1.0, step_deviation(each, 0.0, 0.1)) for each in (spread, measured))
+    assert wide.high - wide.low > 2 * (narrow.high - narrow.low)
 
 
 @pytest.mark.usefixtures("two_gpus")

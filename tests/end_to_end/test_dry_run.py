@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,11 +94,9 @@ def test_a_dry_run_leaves_the_model_as_it_is() -> None:
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_pipelines_end_although_sends_block(name: str) -> None:
-    layout, subject = PIPELINES[name], oracle.gpt(True, layers=4)
-    stages = [stage * layout.num_ranks // layout.pp for stage in range(layout.pp)]
-    report = mw.dry_run(
-        subject.model, subject.loss_fn, subject.batches[0], layout, optimizer=oracle.OPTIMIZERS["SGD"], ranks=stages
-    )
+    layout = PIPELINES[name]
+    options = {"plan": layout, "optimizer": oracle.OPTIMIZERS["SGD"], "ranks": dry_run_cases.firsts(layout)}
+    report = dry_run_cases.run(dry_run_cases.Case(name, partial(oracle.gpt, True, layers=4), options, "GPT, 4 layers"))
     assert report.findings == ()
     assert report.matched
     assert all(each.messages for each in report.ranks)
@@ -123,9 +122,10 @@ def test_no_host_waits_for_the_numbers_of_tokens_of_experts(layout: mw.Layout, p
     subject = hugging_face.subject("Mixtral", 1)
     report = mw.dry_run(
         subject.model.float(), subject.loss_fn, subject.batches[0], layout, optimizer=oracle.OPTIMIZERS["AdamW"],
-        max_grad_norm=oracle.MAX_GRAD_NORM, precision=precision, ranks=(0, layout.num_ranks - 1),
+        max_grad_norm=oracle.MAX_GRAD_NORM, precision=precision,
     )  # fmt: skip
-    assert report.findings == ()
+    assert (report.findings, report.matched) == ((), True)
+    assert all(map(dry_run_cases.as_predicted, report.ranks)), report.ranks
 
 
 def test_no_host_waits_for_random_numbers() -> None:
