@@ -97,7 +97,7 @@ def _live(
             mail.box = lambda: options["name"]
         store = dist.PrefixStore(prefix, dist.TCPStore(HOST, port, is_master=False))
         mailbox = ZmqMailbox(store, **options)
-        answer = ("", body(mailbox, store))
+        answer = ("", body(mailbox, *args))
         mailbox.leave()
     except BaseException:  # noqa: BLE001 - the test is told
         answer = (traceback.format_exc(), None)

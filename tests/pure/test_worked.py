@@ -141,7 +141,8 @@ def test_the_hidden_fraction_of_collectives_gives_the_published_step() -> None:
     assert found.percent > 55
     assert 0 < found.hidden < found.usual
     overlapping = msgspec.structs.replace(cluster.software, hidden=found.hidden)
-    assert estimate_step(setup, with_software(cluster, overlapping)).step_s == pytest.approx(found.published_s)
+    again = estimate_step(setup, with_software(cluster, overlapping)).step_s
+    assert again == pytest.approx(found.published_s, rel=1e-3), "1 % of the collectives is never hidden"
     assert "it follows if collectives were 1" in found.why
     slower = planning.published_step(setup, cluster, 40)
     assert slower.hidden < 0
