@@ -7,7 +7,7 @@ import shutil
 import threading
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium is install
 RANKS, SPANS = 1024, 10
 REFUSED = "Failed to load resource: the server responded with a status of 400 (Bad Request)"
 """What the browser's console says of an answer with an error."""
-MOST_TABS = 80
+MOST_TABS, MOST_LOOKS = 80, 200
 FOCUSED = """() => {
     const found = document.activeElement;
     return found.getAttribute("aria-label") || found.labels?.[0]?.innerText || found.innerText || "";
@@ -158,7 +158,17 @@ class User:
                 break
         else:
             raise AssertionError(f"{name!r} is not reached by {MOST_TABS} times Tab")
-        self.does(f"{key} at {name!r}", lambda: self.page.keyboard.press(key), then)
+
+        def press() -> None:
+            self.page.keyboard.press(key)  # which does not wait for the page that it opens
+            for _ in range(MOST_LOOKS):
+                with suppress(sync_api.Error):  # the page is changing
+                    if then():
+                        break
+                self.page.wait_for_timeout(50)
+            self.page.wait_for_load_state("networkidle")
+
+        self.does(f"{key} at {name!r}", press, then)
 
     def ends(self, refused: int = 0) -> None:
         """Nothing went wrong, but that the server has refused so many questions, as it should."""
