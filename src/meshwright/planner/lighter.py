@@ -95,9 +95,8 @@ class Lighter:
         return [Sketch(plain, zero, self._bound_s(plain, zero)) for zero in (0, *more[:1])]
 
     def faster_by_zero(self, plain: Option) -> list[Sketch]:
-        """For a layout that fits: the variant with the first ZeRO stage, if dividing the update over ranks would save
-        more than ``ALIKE`` of the step; otherwise an empty list. This stage moves as many bytes as the sums of
-        gradients do."""
+        """For a layout that fits: the variant with the first ZeRO stage, if it may save more than ``ALIKE`` of a step;
+        otherwise an empty list. This stage moves as many bytes as the sums of gradients do."""
         saved = self._saved_s(plain)
         worthwhile = saved > ALIKE * plain.step_s and self.pipelines.prices.optimizer.divides
         stages = [zero for zero in self._stages(plain.layout) if zero] if worthwhile else []
@@ -153,9 +152,13 @@ class Lighter:
         return lighter_bound_s(option, self.pipelines.prices.network, self._divided(option)) if zero else option.step_s
 
     def _saved_s(self, option: Option) -> float:
-        """The largest number of seconds that a step can save if ranks divide the update of parameters over dp."""
-        pairs = zip(option.work.stages, self._divided(option), strict=True)
-        return option.layout.chunks * max(_divided_s(stage, divided) for stage, divided in pairs)
+        """The largest number of seconds that a step can save with ZeRO stage 1: ranks divide the update of parameters,
+        and half of the bytes of the sums of gradients move as gathers, which kernels of the next forward may hide."""
+        layout, saved = option.layout, 0.0
+        for stage, divided in zip(option.work.stages, self._divided(option), strict=True):
+            hidden_s = sums_s(stage, layout, self.pipelines.prices.network) / 2 if self.pipelines.overlaps else 0.0
+            saved = max(saved, layout.chunks * (_divided_s(stage, divided) + hidden_s))
+        return saved
 
     def _divided(self, option: Option) -> list[float]:
         """For each stage, the fraction of its update that a rank saves if the ranks with equal parameters divide it.
@@ -235,11 +238,14 @@ def lighter_bound_s(option: Option, network: Network, divided: Sequence[float]) 
     sums. ``divided`` has, for each stage, the fraction of the update that a rank saves."""
     layout, saved = option.layout, 0.0
     for stage, part in zip(option.work.stages, divided, strict=True):
-        pieces = [*stage.pieces[ActionKind.REDUCE_GRAD.value], *stage.pieces[ActionKind.B.value]]
-        sums = [*filter(is_reduction, pieces), *filter(is_sum, stage.after)]
-        sums_s = pieces_s(sums, layout.mesh(), network)
-        saved = max(saved, layout.chunks * (_divided_s(stage, part) + sums_s))
+        saved = max(saved, layout.chunks * (_divided_s(stage, part) + sums_s(stage, layout, network)))
     return option.step_s - saved
+
+
+def sums_s(stage: StageWork, layout: Layout, network: Network) -> float:
+    """The seconds of a stage's sums of gradients."""
+    pieces = [*stage.pieces[ActionKind.REDUCE_GRAD.value], *stage.pieces[ActionKind.B.value]]
+    return pieces_s([*filter(is_reduction, pieces), *filter(is_sum, stage.after)], layout.mesh(), network)
 
 
 def _divided_s(stage: StageWork, divided: float) -> float:
