@@ -127,6 +127,7 @@ def findings(application: Application, rounds: int) -> list[Finding]:
                 value=outcome["quality"],
                 settings=settings_name(application, RANKS),
                 notes={"baseline": outcome["baseline"], "goal": outcome["goal"]},
+                **{"most" if outcome["lower"] else "least": outcome["goal"]},
             )
         )
     one, parameters = on_ranks(application, 1, timed, application, 1, rounds, STEPS)

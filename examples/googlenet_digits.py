@@ -25,7 +25,7 @@ def training(ranks: int) -> Training:
     return parallelized(model, classification_loss, loader, mw.Layout(dp=ranks), lr=3e-3)
 
 
-def main(ranks: int, steps: int = 150, goal: float = 90.0) -> list[Outcome]:
+def main(ranks: int, steps: int = 220, goal: float = 90.0) -> list[Outcome]:
     """Train, and count the held-out digits that the model gets right."""
     model = training(ranks)
     model.run(steps)

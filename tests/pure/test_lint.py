@@ -17,6 +17,7 @@ from meshwright.bench.provenance import commit_of, imported
 from meshwright.cli import run as cli
 from meshwright.ir import files
 from meshwright.ir.result import (
+    Accuracy,
     Check,
     Comparison,
     Duration,
@@ -336,4 +337,18 @@ def test_a_check_passes_with_the_least_share_of_its_cases(passed: int, least: fl
     result = files.load(next(path for path in OURS if path.stem == "conformance"), Result)
     check = Check(target="cases", verdict="pass", measured=f"{passed} of 100", passed=passed, total=100, least=least)
     rules = {refusal.rule for refusal in lint(msgspec.structs.replace(result, findings=(check,)))}
+    assert ("verdict" in rules) == is_refused
+
+
+@pytest.mark.parametrize(
+    ("value", "limits", "is_refused"),
+    [
+        (0.9, {"least": 0.8}, False), (0.7, {"least": 0.8}, True), (-1.1, {"least": -1.2}, False),
+        (3.9, {"most": 4.1}, False), (4.2, {"most": 4.1}, True), (0.9, {}, True),
+    ],
+)  # fmt: skip
+def test_a_quality_passes_within_its_limit(value: float, limits: dict[str, float], is_refused: bool) -> None:
+    result = files.load(PLANTED / "honest.json", Result)
+    quality = Accuracy(target="any", verdict="pass", measured=f"{value}", metric="any", value=value, **limits)
+    rules = [refusal.rule for refusal in lint(msgspec.structs.replace(result, findings=(quality,)))]
     assert ("verdict" in rules) == is_refused

@@ -244,6 +244,9 @@ def verdict(result: Result) -> Found:
         elif isinstance(finding, Check):
             limit = finding.least * finding.total
             kept = finding.passed >= limit > 0
+        elif isinstance(finding, Accuracy):
+            limit = finding.least if finding.least is not None else finding.most
+            kept = _all_kept((finding.value,), least=finding.least, most=finding.most)
         else:
             limit, kept = None, True
         if limit is None:

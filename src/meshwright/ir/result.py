@@ -175,6 +175,10 @@ class Accuracy(_Finding, frozen=True, kw_only=True, tag="accuracy"):
     """The value of the metric."""
     settings: str = ""
     """The name of the settings of the training, in ``settings`` of the file."""
+    least: float | None = None
+    """The smallest value that passes."""
+    most: float | None = None
+    """The largest value that passes."""
 
 
 class Check(_Finding, frozen=True, kw_only=True, tag="check"):
