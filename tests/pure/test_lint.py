@@ -341,14 +341,18 @@ def test_a_check_passes_with_the_least_share_of_its_cases(passed: int, least: fl
 
 
 @pytest.mark.parametrize(
-    ("value", "limits", "is_refused"),
+    ("value", "least", "most", "is_refused"),
     [
-        (0.9, {"least": 0.8}, False), (0.7, {"least": 0.8}, True), (-1.1, {"least": -1.2}, False),
-        (3.9, {"most": 4.1}, False), (4.2, {"most": 4.1}, True), (0.9, {}, True),
+        (0.9, 0.8, None, False), (0.7, 0.8, None, True), (-1.1, -1.2, None, False), (3.9, None, 4.1, False),
+        (4.2, None, 4.1, True), (0.9, None, None, True),
     ],
 )  # fmt: skip
-def test_a_quality_passes_within_its_limit(value: float, limits: dict[str, float], is_refused: bool) -> None:
+def test_a_quality_passes_within_its_limit(
+    value: float, least: float | None, most: float | None, is_refused: bool
+) -> None:
     result = files.load(PLANTED / "honest.json", Result)
-    quality = Accuracy(target="any", verdict="pass", measured=f"{value}", metric="any", value=value, **limits)
+    quality = Accuracy(
+        target="any", verdict="pass", measured=f"{value}", metric="any", value=value, least=least, most=most
+    )
     rules = [refusal.rule for refusal in lint(msgspec.structs.replace(result, findings=(quality,)))]
     assert ("verdict" in rules) == is_refused
