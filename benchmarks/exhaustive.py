@@ -66,7 +66,7 @@ MUCH = 1e15
 """Bytes of memory that are always enough."""
 EQUAL, LEAST_WORK = 1e-6, 0.5
 LOWERED = 4
-"""The number of plans of brute force that are lowered: those that the prices of layers say are the fastest."""
+"""Brute force lowers this number of plans: the fastest by the prices of layers."""
 
 
 @dataclass(frozen=True)

@@ -420,7 +420,7 @@ CUDA = torch.device("cuda")
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, ranks: int, here: int) -> None:
-    """A launcher has started this process as one of the ranks, and so many of them on this machine."""
+    """Set the environment of a launcher that has started ``ranks`` ranks, ``here`` of them on this machine."""
     for name, value in {"RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": here}.items():
         monkeypatch.setenv(name, f"{value}")
 
@@ -490,7 +490,7 @@ def test_boxes_that_are_not_full_and_boxes_without_a_usual_fabric_are_refused(mo
 
 @pytest.mark.usefixtures("two_gpus")
 def test_calibrated_gpus_are_the_boxes_of_a_larger_run() -> None:
-    """Their speed and the links between them are measured; the fabric is that of the catalog."""
+    """The speed of the GPUs and the links in a box are measured; the fabric between boxes comes from the catalog."""
     found = calibrate_gpus.measure(FEW, lambda what: None, "cpu")
     assert found is not None
     h100 = devices.Properties(Properties.name, Properties.total_memory, Properties.multi_processor_count, 2)

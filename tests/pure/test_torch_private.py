@@ -19,7 +19,7 @@ def is_private(path: str) -> bool:
 
 
 def imported(tree: ast.Module) -> Iterator[tuple[str, str, int]]:
-    """The local name, the full path and the line of what a module imports of PyTorch."""
+    """The imports of PyTorch in a module: the local name, the full path and the line of each."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for name in node.names:

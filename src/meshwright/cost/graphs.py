@@ -34,24 +34,25 @@ def graph_bytes(program: Program, memory: StageLifetimes, passing_bytes: int, ki
         return GraphBytes(most + copied + once, 0, {})
     none, actions = ActionBytes(), memory.actions
     came, back = (actions.get(kind, none).left_bytes for kind in ("RECV_F", "RECV_B"))
-    received = _crossing(program, *_RECEIVES)
+    activations, gradients = (_crossing(program, kind) for kind in _RECEIVES)
+    received, passed = activations | gradients, _crossing(program, ActionKind.SEND_B).keys()
     up, down = (_sum(_crossing(program, kind), but=received) for kind in _SENDS)  # sent as copies, unless passed on
     slot = copied + slot_bytes(program, tuple(name for kind, name in _LATE.items() if kind in kinds))
     forward, split, weight = (_read(program, *phases) for phases in ((FORWARD,), (FORWARD, INPUT), (WEIGHT,)))
-    # what came is free when it is copied, before results are; until then it waits for its first reader
-    upwards, downwards = _crossing(program, ActionKind.RECV_F), _crossing(program, ActionKind.RECV_B)
-    kept = _sum(upwards, within=_read(program, *LATE), but=forward)
+    # A received value is freed when its first reader has copied it, before the results are copied. Until then it waits:
+    # after the forward for a backward, and after the first part of a backward for the second part.
+    kept = _sum(activations, within=_read(program, *LATE), but=forward)
     deferred = _sum(received, within=weight, but=split)
-    passed = _crossing(program, ActionKind.SEND_B).keys()
-    beside_b = _sum(downwards, within=passed) + down
-    beside_i = _sum(downwards, within=passed | weight) + _sum(upwards, within=weight, but=split) + down
+    # What lives while the results of a backward, or of its first part, are copied.
+    beside_whole = _sum(gradients, within=passed) + down
+    beside_split = _sum(gradients, within=passed | weight) + _sum(activations, within=weight, but=split) + down
     ends = actions["REDUCE_GRAD"].taken_bytes  # the results of a single micro-batch, which stay in its slot
     beside = {
         "RECV_F": actions["RECV_F"],
         "RECV_B": actions["RECV_B"],
         "F": ActionBytes(came, came + up, kept),
-        "B": ActionBytes(back + kept, max(back + kept, beside_b), 0),
-        "I": ActionBytes(back + kept, max(back + kept, beside_i), deferred),
+        "B": ActionBytes(back + kept, max(back + kept, beside_whole), 0),
+        "I": ActionBytes(back + kept, max(back + kept, beside_split), deferred),
         "W": ActionBytes(deferred, deferred, 0),
         "REDUCE_GRAD": _without(actions["REDUCE_GRAD"], ends),
         "after": _without(actions["after"], ends),
@@ -76,8 +77,8 @@ def _sum(sizes: Mapping[str, int], *, within: Collection[str] | None = None, but
 
 
 def _copied_bytes(program: Program) -> tuple[int, int]:
-    """The bytes of the batch that are copied into the slot of each micro-batch, and those that only the prologue reads,
-    in the first slot."""
+    """The bytes of the batch that are copied into the slot of each micro-batch, and the bytes that are copied only into
+    the first slot, because only the prologue reads them."""
     whole = {held.value for held in program.inputs}
     phases = {name: program.phase(name).inputs for name in CAPTURED}
     taken = {value.name: value for values in phases.values() for value in values}

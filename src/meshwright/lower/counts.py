@@ -198,8 +198,8 @@ def _kernel(
     call: Call, kind: str, dtype: str, flops: float, moved_bytes: int, ring: RingSizes = ALONE,
     mask: Tensor | None = None,
 ) -> Kernel:  # fmt: skip
-    """The call as a single kernel. If it is a matrix product or attention, the kernel has its sizes. ``mask``: that of
-    attention in a ring, whose call is counted without it."""
+    """The call as a single kernel. If it is a matrix product or attention, the kernel has its sizes. ``mask``: the
+    mask of attention in a ring. The call itself is counted without its mask."""
     operands = [_operand(tensor) for tensor in call.tensors]
     product = product_of(str(call.target), kind, operands, _operand(call.outputs[0]), flops) if call.outputs else None
     attention: AttentionSizes | None = None

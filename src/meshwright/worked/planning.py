@@ -49,8 +49,8 @@ def alexnet() -> Iterator[Line]:
 MEGATRON = {1: (40, 1536, 16), 2: (54, 1920, 20), 4: (64, 2304, 24), 8: (72, 3072, 32)}
 """Layers, hidden size and heads of the models of Shoeybi et al. 2019, table 1, by tensor-parallel size."""
 MEGATRON_PERCENT = ((1, 100, 96), (2, 95, 83), (4, 82, 79), (8, 77, 74))
-"""Tensor-parallel size; then the published percentages of linear scaling (figure 5) on so many devices, and on 64 times
-as many."""
+"""Tensor-parallel size; then the published percentages of linear scaling (figure 5): of one replica, and of 64
+replicas."""
 
 
 def megatron_scaling() -> Iterator[Line]:
