@@ -51,9 +51,9 @@ from meshwright.planner.inter_op.layer_work import LayerPrices
 from meshwright.planner.inter_op.option import Option
 from meshwright.planner.inter_op.pipelines import ALIKE
 from meshwright.planner.inter_op.rounds import simulated_s
+from meshwright.planner.inter_op.stage_homes import with_transfers
 from meshwright.planner.inter_op.stage_prices import StagePrices, Submesh
 from meshwright.planner.inter_op.stages import assign_stages
-from meshwright.planner.inter_op.unequal import with_transfers
 from meshwright.planner.inter_op.works import LayerWorks
 from meshwright.planner.layout_search import Search
 from meshwright.planner.time_limit import TimeLimit
@@ -140,7 +140,7 @@ def random_cluster(random: np.random.Generator) -> Cluster:
 
 def every_layout(graph: Graph, num_devices: int, most_tp: float) -> Iterator[Layout]:
     """All layouts, without recomputation: those whose stages have equal sizes, and those whose stages differ in dp, tp
-    or the number of devices."""
+    or the number of devices, which have the schedule ``gpipe`` too."""
     space = graph.batch_size, num_devices, axes_of(graph), most_tp
     for shape in (*shapes(*space), *variations(*space)):
         for run in runs(shape, graph.batch_size):
@@ -153,7 +153,9 @@ def every_layout(graph: Graph, num_devices: int, most_tp: float) -> Iterator[Lay
             for run in runs(Layout(pp=pp), graph.batch_size):
                 if run.chunks == 1 and all(graph.batch_size % (dp * run.microbatches) == 0 for dp, _ in sizes):
                     unequal = tuple({"dp": dp, "tp": tp} for dp, tp in sizes)
-                    yield from _with_zero(msgspec.structs.replace(run, stage_sizes=unequal), max(sizes)[0])
+                    for schedule in ("1f1b", "gpipe") if run.schedule == "1f1b" else (run.schedule,):
+                        other = msgspec.structs.replace(run, stage_sizes=unequal, schedule=schedule)
+                        yield from _with_zero(other, max(sizes)[0])
 
 
 def _with_zero(layout: Layout, most_dp: int) -> Iterator[Layout]:
@@ -436,10 +438,9 @@ TEXT = f"""Nothing is timed. A case of the first two rows is a random table of p
 devices. The other rows are random models of up to five layers on two or four devices, each searched with much memory
 and with little. Brute force tries all layouts x cuts into stages x submeshes x recomputation of each stage x ZeRO
 stages, with the prices of layers. It lowers the {LOWERED} fastest and simulates them as whole models, as it does with
-the options that the search lowers. Strategies of operators are those of the integer program. Brute force also tries
-what the search leaves out by design: stages of unequal sizes with ZeRO, with a schedule other than 1f1b, across unlike
-devices, or with numbers of ranks that no layout with equal stages has. The search decides by estimates which options it
-lowers (docs/decisions/0040-layers-are-priced-once.md), and takes the simplest plan within {ALIKE:.0%}."""
+the options that the search lowers. Strategies of operators are those of the integer program. Stages of unequal sizes
+have the schedules with one chunk, ``gpipe`` included, and all ZeRO stages. The search decides by estimates which
+options it lowers (docs/decisions/0040-layers-are-priced-once.md), and takes the simplest plan within {ALIKE:.0%}."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

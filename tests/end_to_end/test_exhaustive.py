@@ -8,7 +8,7 @@ import torch
 
 import meshwright as mw
 from benchmarks.enumeration import Uniform, every_layout
-from benchmarks.exhaustive import gap, stages_agree
+from benchmarks.exhaustive import EQUAL, gap, stages_agree
 from meshwright.ir.level import Level
 from meshwright.ir.software import Software, Spread
 from meshwright.lower.plans import PlanLowering
@@ -21,12 +21,18 @@ from meshwright.planner.inter_op.pipelines import ALIKE
 @pytest.mark.parametrize("seed", [2, 3, 8, *(pytest.param(seed, marks=pytest.mark.product) for seed in (24, 29, 36))])
 def test_no_plan_is_faster_than_what_the_search_finds(seed: int) -> None:
     """Seeds with two or four devices, on one level and on two, on CPUs and on GPUs: with much memory and with little,
-    where two stages differ in what they do once a step, and where the last stage sends nothing back."""
+    where two stages differ in what they do once a step, and where the last stage sends nothing back. With seed 8, one
+    rank beside three is 37 % faster than all layouts with equal stages; no layout with equal stages has such a stage,
+    so that its layers are priced for this comparison only. Seed 2 has such stages too."""
     gaps = gap(seed)
     assert gaps
     for found in gaps:
-        assert found.equal <= ALIKE, found
+        assert found.over <= EQUAL, found
+        assert found.chosen <= ALIKE, found
         assert found.plans > 20
+    if seed == 8:
+        assert "stages of one rank and tp3" in gaps[0].ours
+        assert gaps[0].equal < -0.3
 
 
 def test_stages_are_those_of_brute_force_with_half_of_the_work() -> None:

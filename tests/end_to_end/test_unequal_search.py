@@ -35,7 +35,7 @@ from meshwright.planner.foretell import foretell
 from meshwright.planner.inter_op.assemble import assemble
 from meshwright.planner.inter_op.chain import chain_of
 from meshwright.planner.inter_op.layer_work import LayerPrices
-from meshwright.planner.inter_op.unequal import with_transfers
+from meshwright.planner.inter_op.stage_homes import with_transfers
 from meshwright.planner.layout_search import Search
 from meshwright.planner.time_limit import TimeLimit
 from meshwright.planner.unlike_stages import UnlikeStages
@@ -285,7 +285,7 @@ def test_equal_stages_are_cut_for_the_devices_where_they_lie() -> None:
     unlike = UnlikeStages(SLOW_BOX, 8, search.lighter, search.of_chain, search.most_tp, "both", None, clock)
     fastest = sorted(search.found, key=lambda option: option.step_s)
     ratios: dict[str, list[float]] = {"1f1b": [], "zb-v": []}
-    for option in unlike._cut_for_devices(fastest, unlike._pools()):
+    for option in unlike._cut_for_devices(fastest):
         old = before.get(option.name)
         if old is not None and old.firsts != option.firsts:
             seconds = [search.model.planned(each, explains=False)[1].played.step_s for each in (old, option)]

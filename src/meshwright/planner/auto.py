@@ -45,20 +45,21 @@ def plan_auto(
     """Find the fastest plan that fits in memory.
 
     The search varies dp, cp, ep, tp, pp, micro-batches, schedule, chunks, the cut into stages, the recomputation of
-    each stage, ZeRO, sequence parallelism, and dp and tp of each stage. If the fastest layout has a large tp, the
-    search also tries grids of these ranks. For models with convolutions, the search also varies mixed axes, which may
-    split any factor of an operator.
+    each stage, ZeRO, sequence parallelism, and the ranks, dp and tp of each stage (on up to eight ranks, all of them).
+    If the fastest layout has a large tp, the search also tries grids of these ranks. For models with convolutions, the
+    search also varies mixed axes, which may split any factor of an operator.
 
     Layouts are estimated in the order of their lower bounds until six of them have shorter estimates than the lower
     bounds of all others. When the turn of an estimated layout comes, its cut is improved (``inter_op.recut``). All
     layouts within ``ALIKE`` of the fastest layout count as equally fast, and the planner takes the simplest of them.
     The chosen layout is planned, lowered and simulated for the whole model. So the prediction belongs to the program
-    that runs. The search leaves out the schedule ``gpipe``, because ``1f1b`` takes as long with less memory. It keeps
-    ``batch_statistics`` global, because other values would change the results of training. The plan lists the next-best
-    layouts, each with the reason why it was not chosen (see ``Plan.explain``). ``only`` restricts the search to divided
-    operators (``intra``) or to stages of one rank each (``inter``). With ``codec="auto"``, each layout is compared with
-    the best codecs for its gradients, so that data parallelism may win on a slow network. ``float8`` allows matrix
-    products in float8 in all layouts (``Layout.float8``).
+    that runs. The schedule ``gpipe`` is tried only where stages may be unequal, because ``1f1b`` takes as long with
+    less memory where they are equal. The search keeps ``batch_statistics`` global, because other values would change
+    the results of training. The plan lists the next-best layouts, each with the reason why it was not chosen (see
+    ``Plan.explain``). ``only`` restricts the search to divided operators (``intra``) or to stages of one rank each
+    (``inter``). With ``codec="auto"``, each layout is compared with the best codecs for its gradients, so that data
+    parallelism may win on a slow network. ``float8`` allows matrix products in float8 in all layouts
+    (``Layout.float8``).
 
     ``lowering`` makes the lowering of a graph; costs are computed from its programs. The other arguments are the same
     as in ``mw.plan``. When the time limit ``clock`` is over, the planner stops to estimate layouts and makes the plan

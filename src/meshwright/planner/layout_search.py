@@ -372,12 +372,18 @@ class Search:
             smallest = sorted((each for _, each in self.too_large.values()), key=lambda option: option.peak_bytes)
             self.found = self.model.fitting_or_error(smallest[:PLAYED], self.refused)
         fitting = sorted(self.found, key=lambda option: (option.likely_s, complexity(option.layout)))
-        unlike = UnlikeStages(
-            self.cluster, self.world_size, self.lighter, self.of_chain, self.most_tp, self.only, self.memory_bytes,
-            self.clock,
-        ).options(fitting) if self.space.unlike else []  # fmt: skip
-        slowest_first = sorted([*unlike, *fitting], key=lambda option: option.likely_s, reverse=True)
-        fitting = sorted({option.name: option for option in slowest_first}.values(), key=lambda option: option.likely_s)
+        if self.space.unlike:
+            fitting = UnlikeStages(
+                self.cluster,
+                self.world_size,
+                self.lighter,
+                self.of_chain,
+                self.most_tp,
+                self.only,
+                self.memory_bytes,
+                self.clock,
+                self.space.schedules,
+            ).options(fitting)
         played = PLAYED if self.whole else 0
         finalists = Finalists(self.model, fitting, played, self.clock, self.refused, self.pipelines.may_keep)
         best, plan, foretold = finalists.best()

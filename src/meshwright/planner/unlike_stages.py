@@ -1,25 +1,29 @@
 """Make options whose stages differ in dp, tp, number of ranks or devices, starting from the fastest layouts."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 
 import msgspec
 
 from meshwright.cost.occupancy import room_of
 from meshwright.ir.cluster import Cluster
+from meshwright.ir.layout import Layout
 from meshwright.ir.layout_text import layout_text
-from meshwright.ir.part import part_of, pools_of
+from meshwright.ir.pipeline import CHUNKED, ScheduleName
 from meshwright.ir.program import Lower
-from meshwright.planner.candidates import Only, divisors
+from meshwright.planner.candidates import EVERYTHING, Only, divisors
 from meshwright.planner.finalists import REFUSALS
-from meshwright.planner.inter_op.balance import balanced
-from meshwright.planner.inter_op.layer_work import LayerPrices
+from meshwright.planner.inter_op.balance import balanced, busiest
+from meshwright.planner.inter_op.best_first import MOST_RANKS, BestFirst
 from meshwright.planner.inter_op.option import Option
 from meshwright.planner.inter_op.pipelines import Pipelines
 from meshwright.planner.inter_op.recut import Recut
-from meshwright.planner.inter_op.unequal import Pool, UnequalStages
+from meshwright.planner.inter_op.rounds import passes, simulated_s
+from meshwright.planner.inter_op.stage_homes import Pool, StageHomes
+from meshwright.planner.inter_op.unequal import UnequalStages
 from meshwright.planner.lighter import Lighter
 from meshwright.planner.time_limit import TimeLimit
 
@@ -43,13 +47,23 @@ class UnlikeStages:
     only: Only
     memory_bytes: float | None
     clock: TimeLimit
+    schedules: tuple[ScheduleName, ...] = EVERYTHING.schedules
 
     def options(self, fastest: Sequence[Option]) -> list[Option]:
-        """Options that may be faster than the options of the search. ``fastest`` has the options of the search, the
-        fastest first."""
-        pools = self._pools() if self.world_size > 1 else []
-        cut = [] if self.cluster.homogeneous else self._cut_for_devices(fastest, pools)
-        return [*self._uneven(fastest[:AKIN]), *cut, *self._unequal(fastest[:AKIN], pools)]
+        """``fastest``, the options of the search with the fastest first, and others that may be faster, sorted again.
+        Of options with equal layouts, the fastest is kept. Pipelines that were compared by simulation replace
+        estimates."""
+        cut = [] if self.cluster.homogeneous else self._cut_for_devices(fastest)
+        found = [*fastest, *self._uneven(fastest[:AKIN]), *cut, *self._unequal(fastest[:AKIN])]
+        found.sort(key=lambda option: option.likely_s)
+        simulated = self._best_first(found[0])
+        named = {option.name: option for option in [*reversed(found), *simulated]}
+        return sorted(named.values(), key=lambda option: option.likely_s)
+
+    @cached_property
+    def homes(self) -> StageHomes:
+        """The prices of layers wherever a stage may lie."""
+        return StageHomes(self.cluster, self.world_size, self.pipelines, self.lower, self.memory_bytes)
 
     @property
     def pipelines(self) -> Pipelines:
@@ -79,38 +93,53 @@ class UnlikeStages:
             if uneven is not None and uneven.peak_bytes <= self.pipelines.limit_bytes:
                 yield uneven
 
-    def _pools(self) -> list[Pool]:
-        """The pools of ranks with equal devices. The prices of layers in a pool are computed on request."""
-        alike, pools, of_all = self.cluster.homogeneous, [], self.pipelines.prices
-        for ranks in pools_of(self.cluster) if not alike else (range(self.world_size),):
-            part = part_of(self.cluster, ranks)
-            box = min(len(ranks), part.levels[0].fan_out) if part.levels else 1
-            prices = LayerPrices(
-                of_all.chain, part, self.lower, of_all.optimizer, of_all.clips, len(ranks), of_all.codec,
-                of_all.float8,
-            )  # fmt: skip
-            own = self.pipelines if alike else Pipelines(prices, self.pipelines.limit_bytes, self.pipelines.kinds)
-            pools.append(Pool(ranks, box, own))
-        return pools
-
-    def _cut_for_devices(self, fastest: Sequence[Option], pools: Sequence[Pool]) -> Iterator[Option]:
-        """Yield the ``AKIN`` fastest layouts of each schedule, also with ZeRO if the update is long. They are cut
-        again, with the prices of the devices of their stages. Layouts in which a stage has different devices are left
-        out."""
-        kinds: dict[tuple[str, int], dict[str, Option]] = defaultdict(dict)
-        for option in fastest:
+    def _cut_for_devices(self, fastest: Sequence[Option]) -> Iterator[Option]:
+        """Yield the layouts of each schedule that are probably the ``AKIN`` fastest on their own devices, also with
+        ZeRO if the update is long. They are cut again, with the prices of the devices of their stages. Layouts in which
+        a stage has different devices are left out."""
+        kinds: dict[tuple[str, int], dict[str, tuple[float, Option]]] = defaultdict(dict)
+        placed = [option for option in fastest if option.layout.pp > 1 and self._homes_of(option.layout)]
+        speeds = self._relative_s(placed[0].layout) if placed else {}
+        for option in placed:
             if option.memory_bytes is None:  # with a memory limit, strategies differ from those of the priced layers
                 plain = layout_text(msgspec.structs.replace(option.layout, zero=0))
-                kinds[option.layout.schedule, option.layout.chunks].setdefault(plain, option)
-        for option in (option for options in kinds.values() for option in self._zeroed([*options.values()][:AKIN])):
-            layout = option.layout
-            if layout.pp == 1 or self.clock.over:
-                continue
-            ranks = [set(layout.mesh().stage_ranks(rank)) for rank in range(layout.pp)]
-            homes = [next((pool for pool in pools if each.issubset(pool.ranks)), None) for each in ranks]
-            if None not in homes:
-                with suppress(*REFUSALS):
-                    yield from self._cut_anew(option, [home for home in homes if home is not None])
+                kind = kinds[option.layout.schedule, option.layout.chunks]
+                kind.setdefault(plain, (self._on_own_devices_s(option, speeds), option))
+        for options in kinds.values():
+            nearest = sorted(options.values(), key=lambda each: each[0])[:AKIN]
+            for option in self._zeroed([option for _, option in nearest]):
+                if not self.clock.over:
+                    with suppress(*REFUSALS):
+                        yield from self._cut_anew(option, self._homes_of(option.layout))
+
+    def _homes_of(self, layout: Layout) -> list[Pool]:
+        """The pool of each pipeline rank; empty if a stage has different devices."""
+        ranks = [set(layout.mesh().stage_ranks(rank)) for rank in range(layout.pp)]
+        homes = [pool for each in ranks for pool in self.homes.pools if each.issubset(pool.ranks)]
+        return homes if len(homes) == layout.pp else []
+
+    def _relative_s(self, layout: Layout) -> dict[range, float]:
+        """For each pool, the time that its devices take for the layers of a layout, relative to the slowest devices."""
+        plain = msgspec.structs.replace(layout, zero=0, recompute=self.pipelines.kinds[0])
+
+        def seconds(pipelines: Pipelines) -> float:
+            return sum(pipelines.prices.seconds(pipelines.prices.of(plain), passes(plain)))
+
+        return {pool.ranks: seconds(pool.pipelines) / seconds(self.pipelines) for pool in self.homes.pools}
+
+    def _on_own_devices_s(self, option: Option, speeds: Mapping[range, float]) -> float:
+        """A rough estimate of the step if the stages were cut for their own devices. As much shorter as the busiest
+        rank becomes, and as ZeRO may make it, if it may. It needs no prices of layers on these devices."""
+        layout, chain = option.layout, self.pipelines.chain
+        homes, places = self._homes_of(layout), list(map(layout.pipeline.rank_of, range(len(option.recompute))))
+        works = [self.pipelines.prices.of(msgspec.structs.replace(layout, recompute=kind)) for kind in option.recompute]
+        slow = [self.pipelines.busy_s(layout, each) for each in works]
+        own = [busy * speeds[homes[place].ranks] for busy, place in zip(slow, places, strict=True)]
+        before = chain.stages_of(option.firsts)
+        after = balanced([stage.start for stage in before], places, own)
+        shorter = busiest(after, places, own) / busiest(before, places, slow)
+        sketches = self.lighter.faster_by_zero(option) if not layout.zero else []
+        return shorter * min([option.step_s, *(sketch.bound_s for sketch in sketches)])
 
     def _zeroed(self, options: Sequence[Option]) -> Iterator[Option]:
         """Yield each option, and again with ZeRO if dividing the update may make it faster."""
@@ -137,7 +166,7 @@ class UnlikeStages:
                 yield best_option
                 return
 
-    def _unequal(self, fastest: Sequence[Option], pools: Sequence[Pool]) -> Iterator[Option]:
+    def _unequal(self, fastest: Sequence[Option]) -> Iterator[Option]:
         """Options whose stages differ in their number of ranks. If all devices are equal, only divisions of stages that
         are already priced are considered, with the numbers of micro-batches of the fastest layouts with stages."""
         if self.only == "intra" or self.clock.over or self.world_size == 1:
@@ -151,8 +180,30 @@ class UnlikeStages:
         if self.world_size > MOST_UNEQUAL or not counts:
             return
         self.clock.say("simulating unequal stages")
-        most_ranks = 1 if self.only == "inter" else self.world_size
         unequal = UnequalStages(
-            self.cluster, pools, self.batch, self.memory_bytes, known_only=alike, most_ranks=most_ranks
-        )
+            self.homes, self.batch, self.lighter.zeros, self._whole_stages, known_only=alike,
+            most_ranks=self._most_ranks,
+        )  # fmt: skip
         yield from (option for option in unequal.options(counts) if not alike or option.layout.stage_sizes)
+
+    def _best_first(self, best: Option) -> list[Option]:
+        """On few ranks: options with any stages, if they may be faster than ``best`` or as fast."""
+        if self.only == "intra" or not 1 < self.world_size <= MOST_RANKS or not self._whole_stages:
+            return []
+        self.clock.say("comparing unequal stages")
+        search = BestFirst(
+            self.homes, self.batch, self.lighter.zeros, self._whole_stages, self.clock, most_tp=self.most_tp,
+            most_ranks=self._most_ranks,
+        )  # fmt: skip
+        return search.options(simulated_s(best.layout, best.work, self.cluster))
+
+    @property
+    def _most_ranks(self) -> int:
+        """The largest number of ranks of a stage."""
+        return 1 if self.only == "inter" else self.world_size
+
+    @property
+    def _whole_stages(self) -> tuple[ScheduleName, ...]:
+        """The schedules with one stage for each rank. On unequal stages, ``gpipe`` may be faster than ``1f1b``."""
+        names = [name for name in self.schedules if name not in CHUNKED and name != "message-driven"]
+        return tuple(dict.fromkeys([*names, "gpipe"])) if "1f1b" in names else tuple(names)

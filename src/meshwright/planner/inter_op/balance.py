@@ -52,3 +52,12 @@ def balanced(firsts: Sequence[int], ranks: Sequence[int], busy: Sequence[Floats]
             lasts = [*current[1:], end + 1]
             return [range(int(first), int(last)) for first, last in zip(current, lasts, strict=True)]
         current = best
+
+
+def busiest(stages: Sequence[range], ranks: Sequence[int], busy: Sequence[Floats]) -> float:
+    """The busy seconds of the busiest rank if the stages have these layers. The other arguments are those of
+    ``balanced``."""
+    total = dict.fromkeys(ranks, 0.0)
+    for layers, rank, seconds in zip(stages, ranks, busy, strict=True):
+        total[rank] += float(seconds[layers.start, layers.stop - 1])
+    return max(total.values())

@@ -158,13 +158,17 @@ class LayerPrices:
     def larger(self, layout: Layout) -> tuple[LayerWorks, float]:
         """Known works for larger micro-batches, and the size of a micro-batch of ``layout`` as a fraction of such a
         micro-batch. If no works are known, the layout with half of the batch per micro-batch is priced."""
+        if (known := self.known_larger(layout)) is not None:
+            return known
+        least = self.largest(layout)
+        return self.of(least), least.dp * least.microbatches / (layout.dp * layout.microbatches)
+
+    def known_larger(self, layout: Layout) -> tuple[LayerWorks, float] | None:
+        """Like ``larger``, but None if no works are known."""
         single, key = self._single(layout)
-        parts, known = single.dp * single.microbatches, self._families.setdefault(self._kin(single, key), {})
+        parts, known = single.dp * single.microbatches, self._families.get(self._kin(single, key), {})
         fewer = [number for number in known if number <= parts]
-        if not fewer:
-            least = self.largest(layout)
-            return self.of(least), least.dp * least.microbatches / parts
-        return self._with_codecs(known[max(fewer)][1]), max(fewer) / parts
+        return (self._with_codecs(known[max(fewer)][1]), max(fewer) / parts) if fewer else None
 
     def largest(self, layout: Layout) -> Layout:
         """The layout with the largest micro-batches from whose works the works of ``layout`` can be estimated: a

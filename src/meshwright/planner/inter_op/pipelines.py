@@ -343,7 +343,12 @@ class Pipelines:
             room -= np.maximum.accumulate(workspace[first:])
             alive = np.where(kept > 0, np.floor(room / np.maximum(kept, 1.0)), MANY)
             in_flight = layout.in_flight or 2 * num_stages
-            on_all_ranks = {"zb-h1": num_stages, "zb-h2": 2 * num_stages - 1, "message-driven": in_flight}
+            on_all_ranks = {
+                "gpipe": layout.microbatches,
+                "zb-h1": num_stages,
+                "zb-h2": 2 * num_stages - 1,
+                "message-driven": in_flight,
+            }
             if most_alive := on_all_ranks.get(layout.schedule):
                 after = np.where(alive >= min(most_alive, layout.microbatches), num_stages, -1)
             else:
