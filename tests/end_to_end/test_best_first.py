@@ -22,6 +22,7 @@ from meshwright.ir.part import part_of
 from meshwright.ir.pipeline import ScheduleName
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import MLP, classification_loss
+from meshwright.planner.candidates import Space
 from meshwright.planner.inter_op.best_first import BestFirst
 from meshwright.planner.inter_op.chain import chain_of
 from meshwright.planner.inter_op.layer_work import LayerPrices
@@ -63,7 +64,8 @@ def homes_on(cluster: Cluster, memory_bytes: float) -> StageHomes:
 
 def search_on(homes: StageHomes) -> BestFirst:
     clock = TimeLimit(None, lambda what: None)
-    return BestFirst(homes, BATCH, ZEROS, SCHEDULES, clock, most_tp=RANKS, most_ranks=RANKS)
+    space = Space(schedules=SCHEDULES, zero=ZEROS)
+    return BestFirst(homes, BATCH, space, clock, most_tp=RANKS, most_ranks=RANKS)
 
 
 def every_pipeline(homes: StageHomes) -> Iterator[Placed]:

@@ -374,16 +374,9 @@ class Search:
         fitting = sorted(self.found, key=lambda option: (option.likely_s, complexity(option.layout)))
         if self.space.unlike:
             fitting = UnlikeStages(
-                self.cluster,
-                self.world_size,
-                self.lighter,
-                self.of_chain,
-                self.most_tp,
-                self.only,
-                self.memory_bytes,
-                self.clock,
-                self.space.schedules,
-            ).options(fitting)
+                self.cluster, self.world_size, self.lighter, self.of_chain, self.most_tp, self.only, self.memory_bytes,
+                self.clock, self.space,
+            ).options(fitting)  # fmt: skip
         played = PLAYED if self.whole else 0
         finalists = Finalists(self.model, fitting, played, self.clock, self.refused, self.pipelines.may_keep)
         best, plan, foretold = finalists.best()

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import msgspec
@@ -14,7 +14,7 @@ from meshwright.ir.layout import Layout
 from meshwright.ir.layout_text import layout_text
 from meshwright.ir.pipeline import CHUNKED, ScheduleName
 from meshwright.ir.program import Lower
-from meshwright.planner.candidates import EVERYTHING, Only, divisors
+from meshwright.planner.candidates import EVERYTHING, Only, Space, divisors
 from meshwright.planner.finalists import REFUSALS
 from meshwright.planner.inter_op.balance import balanced, busiest
 from meshwright.planner.inter_op.best_first import MOST_RANKS, BestFirst
@@ -47,7 +47,7 @@ class UnlikeStages:
     only: Only
     memory_bytes: float | None
     clock: TimeLimit
-    schedules: tuple[ScheduleName, ...] = EVERYTHING.schedules
+    space: Space = EVERYTHING
 
     def options(self, fastest: Sequence[Option]) -> list[Option]:
         """``fastest``, the options of the search with the fastest first, and others that may be faster, sorted again.
@@ -191,10 +191,8 @@ class UnlikeStages:
         if self.only == "intra" or not 1 < self.world_size <= MOST_RANKS or not self._whole_stages:
             return []
         self.clock.say("comparing unequal stages")
-        search = BestFirst(
-            self.homes, self.batch, self.lighter.zeros, self._whole_stages, self.clock, most_tp=self.most_tp,
-            most_ranks=self._most_ranks,
-        )  # fmt: skip
+        space = replace(self.space, schedules=self._whole_stages)
+        search = BestFirst(self.homes, self.batch, space, self.clock, most_tp=self.most_tp, most_ranks=self._most_ranks)
         return search.options(simulated_s(best.layout, best.work, self.cluster))
 
     @property
@@ -205,5 +203,5 @@ class UnlikeStages:
     @property
     def _whole_stages(self) -> tuple[ScheduleName, ...]:
         """The schedules with one stage for each rank. On unequal stages, ``gpipe`` may be faster than ``1f1b``."""
-        names = [name for name in self.schedules if name not in CHUNKED and name != "message-driven"]
+        names = [name for name in self.space.schedules if name not in CHUNKED and name != "message-driven"]
         return tuple(dict.fromkeys([*names, "gpipe"])) if "1f1b" in names else tuple(names)

@@ -1,0 +1,199 @@
+"""Lower bounds on the seconds of stages, wherever they lie, also before their layers are priced."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.cost.closed_form import collective_s, pieces_s
+from meshwright.cost.work import Communicate, Compute, Piece
+from meshwright.ir.layout import Layout
+from meshwright.ir.schedule import ActionKind
+from meshwright.planner.candidates import Space
+from meshwright.planner.inter_op.assemble import is_sum
+from meshwright.planner.inter_op.pipelines import LEAST, Pipelines
+from meshwright.planner.inter_op.stage_homes import REFUSED, StageHomes
+from meshwright.planner.inter_op.works import LayerWorks
+
+IMPOSSIBLE_S = 1e15
+"""The lower bound, in seconds, for a layer in a division of ranks that the model does not allow."""
+
+_Floats = NDArray[np.float64]
+
+
+class Stage(NamedTuple):
+    """A stage: its layers ``first`` to ``last`` (both included), its ranks, and their division."""
+
+    first: int
+    last: int
+    ranks: range
+    dp: int
+    tp: int
+
+
+class Bounds(NamedTuple):
+    """Lower bounds on seconds. [i] is the sum over all layers before i: of a micro-batch on the device (``before``) and
+    of its launches on the host, of the update, and of the sums of gradients without their latency ``latency_s``. ``up``
+    and ``down`` are the bytes that a rank sends after a layer, and before it."""
+
+    before: _Floats
+    launches: _Floats
+    update: _Floats
+    sums: _Floats
+    latency_s: float
+    up: _Floats
+    down: _Floats
+
+
+class StageBounds:
+    """Lower bounds for the stages of pipelines, with the least recomputation that ``space`` allows.
+
+    As long as a division of ranks is not priced, it counts as fast as if it communicated nothing and computed as
+    efficiently as the nearest known division.
+    """
+
+    def __init__(self, homes: StageHomes, space: Space) -> None:
+        self.homes, self.space = homes, space
+        self.chain, self.world_size = homes.of_all.chain, homes.world_size
+        self._known: dict[object, Bounds] = {}
+        self._links: dict[int, tuple[float, float]] = {}
+
+    def clear(self) -> None:
+        """Forget all bounds, because more divisions are priced."""
+        self._known.clear()
+
+    def stage_s(self, bounds: Bounds, stage: Stage, *, uniform: bool) -> float:
+        """A lower bound on the seconds of a stage for one micro-batch. On a CPU, its messages take its time."""
+        seconds = max(float(each[stage.last + 1] - each[stage.first]) for each in (bounds.before, bounds.launches))
+        if not self.homes.of_all.overlaps:
+            seconds += self._send_s(bounds.up[stage.last], stage.ranks.stop, uniform=uniform)
+            seconds += self._send_s(bounds.down[stage.first], stage.ranks.start, uniform=uniform)
+        return seconds
+
+    def hidden_s(self, bounds: Bounds, stage: Stage, *, uniform: bool) -> float:
+        """The seconds of the message after a stage, if the stage computes meanwhile."""
+        overlaps = self.homes.of_all.overlaps
+        return self._send_s(bounds.up[stage.last], stage.ranks.stop, uniform=uniform) if overlaps else 0.0
+
+    def uniform(self, sizes: Sequence[tuple[int, int]]) -> bool:
+        """Whether messages may be those between equal stages on equal devices, which the cost model prices by the
+        distance of their ranks, wherever these lie."""
+        return self.homes.cluster.homogeneous and len(set(sizes)) == 1
+
+    def _send_s(self, num_bytes: float, border: int, *, uniform: bool) -> float:
+        """The least seconds of a message between the ranks before and from ``border`` on; if ``uniform``, between any
+        two ranks."""
+        if not num_bytes or not 0 < border < self.world_size:
+            return 0.0
+        borders = range(1, self.world_size) if uniform else (border,)
+        return min(alpha_s + num_bytes * beta for alpha_s, beta in map(self._link, borders))
+
+    def _link(self, border: int) -> tuple[float, float]:
+        """Latency and seconds per byte of the links between the ranks before and from ``border`` on."""
+        if border not in self._links:
+            level = self.homes.cluster.level_of(border - 1, border)
+            self._links[border] = level.alpha_s, level.shared_beta_s_per_byte(1) / level.ring_fraction(2)
+        return self._links[border]
+
+    def once_s(self, bounds: Bounds, stage: Stage, zero: int) -> float:
+        """A lower bound on the seconds of a stage after its last micro-batch: sums of gradients, if no kernels hide
+        them, and the update."""
+        update, sums = (float(each[stage.last + 1] - each[stage.first]) for each in (bounds.update, bounds.sums))
+        return update / (stage.dp if zero else 1) + (sums + bounds.latency_s if sums else 0.0)
+
+    def of(self, ranks: range, dp: int, tp: int, microbatches: int, kinds: tuple[str, ...], zero: int = 0) -> Bounds:
+        """The bounds for stages on these ranks, divided over ``dp`` and ``tp``, in actions of ``kinds``."""
+        home = self.homes.of(ranks)
+        key = (id(home), dp, tp, microbatches, kinds, zero)
+        if key not in self._known:
+            plain = self.space.least(Layout(dp=dp, tp=tp, pp=2, microbatches=microbatches))
+            own = msgspec.structs.replace(plain, zero=zero)
+            try:
+                self._known[key] = self._bounded(home, own, kinds)
+            except REFUSED:  # known to be impossible; or nothing is known, because the batch is not divided
+                impossible = home.prices.knows(plain)
+                self._known[key] = _constant_bounds(len(self.chain.layers), IMPOSSIBLE_S if impossible else 0.0)
+        return self._known[key]
+
+    def _bounded(self, home: Pipelines, own: Layout, kinds: tuple[str, ...]) -> Bounds:
+        """Lower bounds for layers on the ranks of ``home``, divided as ``own`` says."""
+        prices, numbers = home.prices, self.chain.numbers
+        plain = msgspec.structs.replace(own, zero=0)
+        known = prices.knows(plain)
+        nearest = (prices.of(plain), 1.0) if known else prices.known_larger(plain)
+        if nearest is not None:
+            works, part = nearest
+            each = np.array(prices.seconds(works, kinds, hidden=not home.overlaps, sums=False)) * part
+        else:
+            works, part = self._single(home, own)
+            each = np.array([_computing_s(work.pieces, kinds) for work in works.works]) * part / own.feature_ranks
+        update = np.array([
+            sum(piece.device_s for piece in work.after if isinstance(piece, Compute)) for work in works.works
+        ]) * _of_own_parameters(works)  # fmt: skip
+        update *= 1 / own.feature_ranks if nearest is None else 1
+        launches = np.array([_launches_s(work.pieces, kinds) for work in works.works])
+        accumulates = LEAST if own.microbatches == 1 and not known else 1.0
+        hidden = home.overlaps or prices.codecs is not None or not prices.knows(own)
+        sums, latency_s = (np.zeros(len(update)), 0.0) if hidden else self._sums(home, prices.of(own))
+        before, launches, update, sums = (
+            np.append(0.0, np.cumsum(of_layers[numbers]))
+            for of_layers in (accumulates * each, accumulates * launches, update, sums)
+        )
+        of_rank = part / works.mesh.sizes.get("dp", 1) / own.feature_ranks
+        facts = [works.facts[number] for number in numbers]
+        up, down = (
+            np.array(sizes) * of_rank
+            for sizes in ([fact.up_bytes for fact in facts], [fact.down_bytes for fact in facts])
+        )
+        return Bounds(before, launches, update, sums, latency_s, up, down)
+
+    def _sums(self, home: Pipelines, works: LayerWorks) -> tuple[_Floats, float]:
+        """The seconds of the sums of gradients of each layer without latencies, and the least latency. Several layers
+        share a bucket, and so its latency. Layers that share a parameter are left out, because its gradient may be
+        summed with another layer."""
+        seconds, latencies = np.zeros(len(works.works)), [0.0]
+        for number, work in enumerate(works.works):
+            pieces = [*work.pieces.get(ActionKind.REDUCE_GRAD.value, ()), *filter(is_sum, work.after)]
+            every = [piece for piece in pieces if isinstance(piece, Communicate)]
+            empty = [msgspec.structs.replace(piece, bytes=0) for piece in every]
+            least_s, whole_s = (pieces_s(each, works.mesh, home.prices.network) for each in (empty, every))
+            shares = any(number in shared.layers for shared in works.shared.values())
+            seconds[number] = 0.0 if shares else max(0.0, whole_s - least_s)
+            latencies += [collective_s(piece, works.mesh, home.prices.network) for piece in empty]
+        return seconds, min(latencies[1:], default=0.0)
+
+    def _single(self, home: Pipelines, own: Layout) -> tuple[LayerWorks, float]:
+        """Works on a single rank, and the size of a micro-batch of ``own`` on a rank as a fraction of theirs."""
+        parts = own.microbatches * own.dp
+        alone = msgspec.structs.replace(own, dp=1, tp=1, zero=0, microbatches=max(2, parts))
+        works, part = home.prices.larger(alone)
+        return works, part * alone.microbatches / parts
+
+
+def _constant_bounds(num_layers: int, layer_s: float) -> Bounds:
+    """Bounds of layers that take ``layer_s`` seconds each."""
+    zeros, before = np.zeros(num_layers + 1), np.arange(num_layers + 1, dtype=np.float64)
+    before *= layer_s
+    return Bounds(before, zeros, zeros, zeros, 0.0, zeros, zeros)
+
+
+def _of_own_parameters(works: LayerWorks) -> _Floats:
+    """The fraction of each layer's trained bytes that no other layer reads."""
+    own = np.array([fact.trained_bytes for fact in works.facts], dtype=float)
+    whole = np.maximum(own, 1.0)
+    for shared in works.shared.values():
+        own[list(shared.layers)] -= shared.gradient_bytes
+    part: _Floats = np.maximum(own, 0.0) / whole
+    return part
+
+
+def _computing_s(pieces: Mapping[str, Sequence[Piece]], kinds: Sequence[str]) -> float:
+    """The seconds of kernels, without communication and launches."""
+    return sum(piece.device_s for kind in kinds for piece in pieces.get(kind, ()) if isinstance(piece, Compute))
+
+
+def _launches_s(pieces: Mapping[str, Sequence[Piece]], kinds: Sequence[str]) -> float:
+    """The seconds in which the host launches kernels. They do not depend on the size of the micro-batch."""
+    return sum(piece.launch_s for kind in kinds for piece in pieces.get(kind, ()) if isinstance(piece, Compute))
