@@ -188,9 +188,10 @@ class UnlikeStages:
 
     def _best_first(self, best: Option) -> list[Option]:
         """On few ranks: options with any stages, if they may be faster than ``best`` or as fast."""
-        if self.only == "intra" or not 1 < self.world_size <= MOST_RANKS or not self._whole_stages:
+        few = 1 < self.world_size <= MOST_RANKS
+        if self.only == "intra" or not few or not self._whole_stages or self.clock.over:
             return []
-        self.clock.say("comparing unequal stages")
+        self.clock.say("simulating stages with any numbers of ranks")
         space = replace(self.space, schedules=self._whole_stages)
         search = BestFirst(self.homes, self.batch, space, self.clock, most_tp=self.most_tp, most_ranks=self._most_ranks)
         return search.options(simulated_s(best.layout, best.work, self.cluster))

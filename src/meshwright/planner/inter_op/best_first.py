@@ -31,7 +31,7 @@ from meshwright.schedules.pipeline import least_microbatches
 
 MOST_RANKS = 8
 """The largest number of ranks for which pipelines are searched in this way."""
-MOST_GROWN, MOST_SIMULATED, MOST_PRICED = 40_000, 2_500, 20_000
+MOST_GROWN, MOST_SIMULATED, MOST_PRICED = 15_000, 2_500, 4_000
 """Limits on the work of a search: stages that are added, micro-batches that simulated stages compute, and operators of
 layers that are priced. Small models stay below these limits."""
 SHOWN = 8
