@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -16,14 +16,17 @@ from torch import Tensor, nn
 import meshwright as mw
 from meshwright.cli import run
 from meshwright.comm import device_channel
+from meshwright.comm.record import current
 from meshwright.errors import ClusterError, LaunchError, LayoutError
 from meshwright.ir import files
 from meshwright.ir.dry_run import DryRun
 from meshwright.models import MLP, classification_loss
-from meshwright.runtime import trainer
+from meshwright.runtime import dry_run, trainer
 from meshwright.runtime.clip import clip
 from meshwright.runtime.executor import Executor
+from meshwright.runtime.rehearsal import Mark, Rehearsal
 from meshwright.runtime.rehearsed_kind import _Copies
+from meshwright.schedules.rendezvous import Awaited, Started
 from meshwright.torch_private import FakeStore
 from tests.distributed import hugging_face, oracle, pipelines
 from tests.end_to_end import dry_run_cases
@@ -234,6 +237,61 @@ def test_the_memory_of_a_ring_with_a_mask_is_predicted(precision: Any) -> None:
     )  # fmt: skip
     assert report.findings == ()
     assert all(map(dry_run_cases.as_predicted, report.ranks)), report.ranks
+
+
+class Marked(Rehearsal):
+    """Keeps the ranks of a dry run."""
+
+    made: ClassVar[list[Marked]] = []
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.made.append(self)
+
+
+@pytest.mark.parametrize(
+    "layout", [mw.Layout(dp=2, tp=2, zero=3), mw.Layout(pp=2, microbatches=4)], ids=["collectives", "messages"]
+)
+def test_a_trace_marks_every_operation_on_its_own_stream_and_every_copy(
+    layout: mw.Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of an operation is marked as soon as it has started, on a stream that waits for it; kernels do not."""
+    monkeypatch.setattr(Marked, "made", [])
+    monkeypatch.setattr(dry_run, "Rehearsal", Marked)
+    assert dry_mlp(layout).findings == ()
+    for rank in Marked.made:
+        entries = rank.stream["step 2"]
+        started = [entry for entry in entries if isinstance(entry, Started)]
+        sent = {each.number for each in started if any(message.sends for message in each.messages)}
+        waited = {entry.number for entry in entries if isinstance(entry, Awaited)}
+        assert waited == {each.number for each in started} - sent, "a mark's stream is not that of the kernels"
+        ends = {number: mark for mark in rank.marks for number in mark.ended}
+        own = [each for each in started if each.kind not in ("allreduce", "broadcast")]  # these block the kernels
+        assert own
+        for each in own:
+            mark = ends[each.number]
+            assert mark.begun == each.number + 1, "nothing was started in between"
+            assert mark.stream.startswith("ends of ")
+            assert Mark("kernels", mark.begun) in rank.marks, "where it may begin"
+        lanes: dict[str, list[int]] = {mark.stream: [] for mark in ends.values()}
+        for mark in rank.marks:
+            if mark.ended:
+                lanes[mark.stream] += mark.ended
+        assert all(numbers == sorted(numbers) for numbers in lanes.values()), "in the order in which they run"
+        copies = [mark for mark in rank.marks if mark.stream == "copies"]
+        assert len(copies) == 2 * len(a_batch()), "the begin and the end of each copy of an input"
+
+
+def test_a_host_that_reads_a_trace_within_a_step_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reading(parameters: Any, max_norm: float) -> Tensor:
+        recorder = current()
+        assert recorder is not None
+        recorder.trace(0)
+        return clip(parameters, max_norm)
+
+    monkeypatch.setattr(trainer, "clip", reading)
+    report = dry_mlp(mw.Layout(dp=2), max_grad_norm=1.0)
+    assert {finding.what for finding in report.findings} == {"the host reads the times of a trace"}
 
 
 # --- planted faults --------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.comm.record import Timeline
+from meshwright.comm.record import Operation, Timeline, copying
 from meshwright.runtime.cuda_graphs import CudaGraphs, Graphs
 from meshwright.runtime.memory import OwnMemory, has_own_memory
 from meshwright.torch_private import keep_gpu_busy
@@ -154,7 +154,7 @@ class CudaKind:
         return event
 
     def timeline(self) -> Timeline | None:
-        """Events on the stream of the kernels."""
+        """Events on the streams of kernels, copies and communication."""
         return _CudaTimeline(self.device)
 
     def graphs(self) -> Graphs | None:
@@ -163,16 +163,30 @@ class CudaKind:
 
 
 class _CudaTimeline:
+    """The streams of ``mark_end`` have a high priority only to come from another pool than those of copies and of NCCL:
+    PyTorch hands out 32 streams in turn, and two users of one stream would wait for each other."""
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._beside: dict[str, torch.cuda.Stream] = {}
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
+    def mark_end(self, lane: str, operations: Sequence[Operation]) -> torch.cuda.Event:
+        if lane not in self._beside:
+            self._beside[lane] = torch.cuda.Stream(self._device, priority=-1)
+        with torch.cuda.stream(self._beside[lane]):
+            for operation in operations:
+                operation.block_current_stream()
+            return self.mark()
+
     def times_s(self, marks: Sequence[Any]) -> list[float]:
-        last = self.mark()
+        for mark in marks:
+            mark.synchronize()
+        last = self.mark()  # after all others, on whatever streams they are
         last.synchronize()
         now_s = time.perf_counter()
         return [now_s - float(mark.elapsed_time(last)) / 1e3 for mark in marks]
@@ -270,7 +284,7 @@ class InputCopies:
             return value.to(self._kind.device, non_blocking=True)
         if not value.is_pinned():
             value = self._kind.pinned(value).copy_(value)
-        with self._copies.entered():
+        with self._copies.entered(), copying("inputs", value.nbytes):
             copied = value.to(self._kind.device, non_blocking=True)
         self._copies.hold_kernels()
         self._copies.lend(copied)

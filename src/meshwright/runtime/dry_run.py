@@ -16,8 +16,9 @@ from meshwright.ir.dry_run import Finding
 from meshwright.ir.plan import Plan
 from meshwright.runtime.fake_operators import DEVICE, UnfollowableError
 from meshwright.runtime.optimizer import OptimizerFactory
-from meshwright.runtime.rehearsal import SET_UP, Rehearsal, failed_at
+from meshwright.runtime.rehearsal import SET_UP, Rehearsal
 from meshwright.runtime.rehearsed_kind import RehearsedKind
+from meshwright.runtime.rehearsed_line import failed_at
 from meshwright.runtime.trainer import Replan, Trainer
 from meshwright.schedules.rendezvous import Awaited, Started
 from meshwright.torch_private import FakeStore

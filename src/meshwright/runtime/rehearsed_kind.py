@@ -1,13 +1,13 @@
 """The kind of a device that is not there: its streams and events only note what a dry run's rank asks of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from meshwright.comm.record import Timeline
+from meshwright.comm.record import Operation, Timeline
 from meshwright.runtime.cuda_graphs import Graphs
 from meshwright.runtime.device import CopyStream, Event
 from meshwright.runtime.fake_operators import DEVICE
@@ -44,8 +44,8 @@ class RehearsedKind:
         return _Event(self._rehearsal, self._rehearsal.moment)
 
     def timeline(self) -> Timeline | None:
-        """None: nothing takes time."""
-        return None
+        """A clock that notes the order of marks, and that the rank may not read within a step."""
+        return _Timeline(self._rehearsal)
 
     def graphs(self) -> Graphs | None:
         """Graphs that launch nothing."""
@@ -65,6 +65,21 @@ class _Event:
     def synchronize(self) -> None:
         if self.moment == self.rehearsal.moment:
             self.rehearsal.note("wait", "the host waits for an event of the same step")
+
+
+@dataclass
+class _Timeline:
+    rehearsal: Rehearsal
+
+    def mark(self) -> object:
+        return self.rehearsal.mark()
+
+    def mark_end(self, lane: str, operations: Sequence[Operation]) -> object:
+        return self.rehearsal.mark_end(lane, operations)
+
+    def times_s(self, marks: Sequence[object]) -> list[float]:
+        self.rehearsal.note("wait", "the host reads the times of a trace")
+        return [float(index) for index in range(len(marks))]
 
 
 @dataclass
