@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -42,6 +42,7 @@ from meshwright.runtime.fake_operators import (
 )
 from meshwright.runtime.rehearsed_line import running_line
 from meshwright.runtime.rehearsed_memory import DeviceMemory, Pool
+from meshwright.runtime.rehearsed_work import Done, Mark
 from meshwright.runtime.unguarded import Unguarded
 from meshwright.schedules.rendezvous import Awaited, Message, Started, communicator
 from meshwright.torch_private import (
@@ -50,6 +51,7 @@ from meshwright.torch_private import (
     TorchDispatchMode,
     Work,
     pytree,
+    resolve_process_group,
 )
 
 aten = torch.ops.aten
@@ -61,39 +63,10 @@ _DEVICE_OF = torch.ops.prim.device.default
 _COPIES = (aten._to_copy.default, aten.copy_.default)
 
 
-class Mark(NamedTuple):
-    """A mark of a trace. ``stream``: the stream on which it is: ``kernels``, ``copies``, or one for the ends of
-    operations. ``begun``: the number of operations of torch.distributed that the rank had started. ``ended``: the
-    numbers of those for which the stream waited just before."""
-
-    stream: str
-    begun: int
-    ended: tuple[int, ...] = ()
-
-
 @dataclass
 class _Found:
     finding: Finding
     times: int = 1
-
-
-class _Done(Work):
-    """An operation of torch.distributed that has ended, and that notes when a stream waits for it."""
-
-    def __init__(self, number: int, waited: Callable[["_Done"], None]) -> None:
-        super().__init__()
-        self.number, self._waited = number, waited
-        self.writes: dict[int, str] = {}
-
-    def wait(self, timeout: object = None) -> bool:
-        self._waited(self)
-        return True
-
-    def block_current_stream(self) -> None:
-        self._waited(self)
-
-    def is_completed(self) -> bool:
-        return True
 
 
 class Rehearsal(TorchDispatchMode):
@@ -195,6 +168,8 @@ class Rehearsal(TorchDispatchMode):
                 self.memory.hold(value)
                 if self._copies:
                     self.on_their_way.add(_storage(value))
+        if function.namespace == "symm_mem":
+            self._multiply_together(function, *args)
         self.memory.need(workspace_bytes(function, args))
         return result
 
@@ -313,6 +288,22 @@ class Rehearsal(TorchDispatchMode):
         work = Work.boxed(started)
         return work if len(function._schema.returns) == 1 else (args[0], work)
 
+    def _multiply_together(self, function: Any, left: Tensor, *others: Any) -> None:
+        """Note a product in memory that devices share: a collective among the kernels, and the memory, which PyTorch
+        keeps."""
+        name, ranks = str(others[-1]), tuple(dist.get_process_group_ranks(resolve_process_group(others[-1])))
+        shared = left.nbytes
+        if function is torch.ops.symm_mem.fused_matmul_reduce_scatter.default:
+            shared = 2 * left.shape[0] // len(ranks) * others[0].shape[1] * left.itemsize
+        before = self.memory.shared.get(name, 0)
+        if shared > before and self._captured is not None:
+            self.note("error", f"{function} needs more shared memory within a graph")
+        self.memory.shared[name] = max(before, shared)
+        kind, dtype = function.name().partition("::")[2], str(left.dtype).removeprefix("torch.")
+        label = f"{kind} {_moment(self.moment)}"
+        group = communicator(ranks, "shared memory")
+        self._start(group, label, ranks=ranks, kind=kind, dtype=dtype, elements=left.numel()).wait()
+
     def _start(self, communicator: str, label: str, **what: Any) -> Any:
         number, before = self.number(), self._kernels
         self.started(Started(number, communicator, label, **what))
@@ -336,7 +327,7 @@ class Rehearsal(TorchDispatchMode):
         return communicator(ranks, f"of:{group.group_name}" if len(ranks) == dist.get_world_size() else "")
 
     def _work(self, number: int, waited: Callable[[], None]) -> Work:
-        def ended(work: _Done) -> None:
+        def ended(work: Done) -> None:
             if self._beside is not None:
                 self._beside.append(work.number)
                 return
@@ -344,7 +335,7 @@ class Rehearsal(TorchDispatchMode):
                 self.unfinished.pop(key, None)
             waited()
 
-        work = _Done(number, ended)
+        work = Done(number, ended)
         self._works.append(work)  # torch.distributed does not keep it
         return work
 

@@ -1,6 +1,6 @@
 """The kind of a device that is not there: its streams and events only note what a dry run's rank asks of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from meshwright.comm.record import Operation, Timeline
+from meshwright.comm.symmetric_memory import rehearsed_groups
+from meshwright.ir.mesh import AxisGroup
 from meshwright.runtime.cuda_graphs import Graphs
 from meshwright.runtime.device import CopyStream, Event
 from meshwright.runtime.fake_operators import DEVICE
@@ -16,13 +18,13 @@ from meshwright.runtime.rehearsed_graphs import RehearsedGraphs
 
 
 class RehearsedKind:
-    """Stands in for ``CudaKind``."""
+    """Stands in for ``CudaKind``. ``box``: the number of GPUs of a box, which reach each other's memory."""
 
     is_late = True
     device = DEVICE
 
-    def __init__(self, rehearsal: Rehearsal) -> None:
-        self._rehearsal, self._graphs = rehearsal, RehearsedGraphs(rehearsal)
+    def __init__(self, rehearsal: Rehearsal, box: int = 1) -> None:
+        self._rehearsal, self._graphs, self._box = rehearsal, RehearsedGraphs(rehearsal), box
 
     @property
     def memory_now(self) -> Callable[[], int] | None:
@@ -50,6 +52,10 @@ class RehearsedKind:
     def graphs(self) -> Graphs | None:
         """Graphs that launch nothing."""
         return self._graphs
+
+    def symmetric(self, groups: Iterable[AxisGroup]) -> frozenset[str]:
+        """The groups within a box."""
+        return rehearsed_groups(groups, self._box)
 
 
 @dataclass
