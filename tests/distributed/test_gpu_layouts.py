@@ -22,7 +22,7 @@ def context_at(folder: Path, name: str = "layouts") -> Context:
     return Context(name, folder, 600.0, rehearse=True)
 
 
-def errors(folder: Path, names: tuple[str, ...], most: int) -> dict[str, float | str]:
+def errors(folder: Path, names: tuple[str, ...], most: int) -> dict[str, Any]:
     known = layouts.layouts(most)
     return {name: layouts.error_of(context_at(folder), known[name]) for name in names}
 
@@ -105,7 +105,7 @@ def test_waits_are_counted_by_layout() -> None:
 
 def test_a_wait_of_a_step_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's debug mode for synchronization raises a RuntimeError at such an operation."""
-    context, modes = context_at(tmp_path), []
+    context, modes = context_at(tmp_path), list[str]()
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
 
     class Waits:
