@@ -6,7 +6,7 @@ import functools
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 from unittest import mock
 
 import msgspec
@@ -117,7 +117,7 @@ def plan_of(checked: Checked, captured: Capture, cluster: Cluster | str) -> mw.P
             plan = divided(msgspec.structs.replace(plan, graphs=False), captured.graph, checked.pieces)
         return encode_json(plan)
 
-    return cast(mw.Plan, decode(from_rank_0(planned), mw.Plan, where="plan of rank 0"))
+    return decode(from_rank_0(planned), mw.Plan, where="plan of rank 0")
 
 
 def error_of(context: Context, checked: Checked) -> float | str:
@@ -208,7 +208,7 @@ def waits_of(context: Context, trainer: mw.Trainer, batch: dict[str, Tensor]) ->
 def foretold(context: Context, checked: Checked, plan: str, cluster: Cluster | str) -> tuple[int, list[str]]:
     """The most bytes of rank 0 in a dry run of a plan that was measured, and what the dry run found."""
     model, batch = work_of(checked.models[0], context.rehearse, "meta")
-    known = cast(mw.Plan, decode(plan.encode(), mw.Plan, where="plan that was measured"))
+    known = decode(plan.encode(), mw.Plan, where="plan that was measured")
     found = mw.dry_run(
         model, language_model_loss, batch, known, cluster, devices=checked.layout.num_ranks, ranks=(0,),
         optimizer=optimizer, precision=PRECISION,
