@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from benchmarks.gpu import foretold, layouts, several
+from benchmarks.gpu.__main__ import SECONDS
 from benchmarks.gpu.context import Context
 from benchmarks.gpu.findings import lines_of
+from benchmarks.gpu.parts import PARTS
 from meshwright.ir.result import Check
 from tests.distributed import oracle
 from tests.distributed.pool import Ranks
@@ -42,6 +44,16 @@ def test_layouts_have_the_ranks_that_are_there_and_all_kinds_of_parallelism() ->
         pieces = [checked for checked in known.values() if checked.pieces]
         assert all(isinstance(each.layout.tp, int) and each.pieces % each.layout.tp == 0 for each in pieces)
     assert set(layouts.layouts(2)) < set(layouts.layouts(4)) < set(layouts.layouts(8))
+
+
+def test_their_limits_fit_into_the_part() -> None:
+    """Also if every check lasts until its limit, and one GPU's parts before it do."""
+    (part,) = (part for part in PARTS if part.name == "ranks")
+    for most in (2, 4, 8):
+        of_ranks = layouts.by_ranks(layouts.layouts(most)).values()
+        assert sum(several.CHECK_S + several.EACH_S * len(names) for names in of_ranks) <= part.most_s
+    before = PARTS[: PARTS.index(part)]
+    assert sum(each.most_s for each in before) + part.least_s <= SECONDS
 
 
 def test_they_equal_one_process(ranks: Ranks, tmp_path: Path) -> None:
