@@ -11,6 +11,7 @@ import torch
 
 import meshwright as mw
 from meshwright.api import gpus
+from meshwright.cli import run
 from meshwright.errors import (
     ClusterError,
     DeviceError,
@@ -30,6 +31,7 @@ FULL = (
     "CUDA out of memory. Tried to allocate 3.00 KiB. GPU 0 has a total capacity of 79.15 GiB of which 1.00 KiB is "
     "free. Process 7 has 79.15 GiB memory in use."
 )
+NCCL = "NCCL error in: ProcessGroupNCCL.cpp:3632, {}, NCCL version 2.27.5\n{}"
 SIZES = (6, 64, 64, 4)
 
 
@@ -89,8 +91,35 @@ def test_without_a_change_that_is_enough_the_error_says_so(monkeypatch: pytest.M
 
 
 def test_parameters_that_do_not_fit_are_told_before_the_first_step() -> None:
-    with pytest.raises(DeviceMemoryError, match="the parameters do not fit"), gpus.making_trainer(torch.device("cpu")):
+    with pytest.raises(DeviceMemoryError) as caught, gpus.making_trainer(torch.device("cpu")):
         raise torch.OutOfMemoryError(FULL)
+    assert caught.value.where == "cpu, before the first step"
+    assert caught.value.problem.startswith("the parameters do not fit (CUDA out of memory.")
+    assert "zero=3" in caught.value.remedy
+
+
+def test_what_nccl_and_cuda_say_before_the_first_step_is_told() -> None:
+    last = "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error."
+    for text, kind, problem in (
+        (NCCL.format("unhandled system error", last), LostRankError, "NCCL lost another rank or the network"),
+        ("CUDA error: no kernel image is available", DeviceError, "the device failed (no kernel image is available)"),
+    ):
+        with pytest.raises(kind) as caught, gpus.making_trainer(torch.device("cuda", 1)):
+            raise RuntimeError(text)
+        assert caught.value.where == "cuda:1, before the first step"
+        assert caught.value.problem.startswith(problem)
+    with pytest.raises(RuntimeError, match="of shape"), gpus.making_trainer(torch.device("cpu")):
+        raise RuntimeError("of shape")
+
+
+def test_the_command_line_names_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert run(["calibrate", "--device", "cuda"]) == 2
+    told = capsys.readouterr().err
+    assert "device: there is no device 'cuda' here: " in told
+    assert "-> " in told
+    assert "Traceback" not in told
 
 
 @pytest.mark.parametrize(
@@ -119,9 +148,6 @@ def test_a_gpu_that_fails_in_a_run_is_told(
     assert caught.value.where == "rank 0, cpu, step 2"
     assert caught.value.problem == problem
     assert remedy in caught.value.remedy
-
-
-NCCL = "NCCL error in: ProcessGroupNCCL.cpp:3632, {}, NCCL version 2.27.5\n{}"
 
 
 @pytest.mark.parametrize(

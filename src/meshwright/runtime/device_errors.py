@@ -60,11 +60,11 @@ def explained(trainer: Holder) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise _full(trainer, str(error)) from error
     except RuntimeError as error:
-        if (found := _NCCL.search(str(error))) is not None:
-            raise _without_nccl(trainer, found[1], (found[2] or "").strip()) from error
-        if (found := _CUDA.search(str(error))) is None:
+        if _needs_buffers(str(error)):
+            raise _full(trainer, str(error), " for buffers of NCCL") from error
+        if (named := named_error(str(error), _place(trainer))) is None:
             raise
-        raise _failed(trainer, found[1].strip()) from error
+        raise named from error
 
 
 def holders(trainer: Holder) -> dict[str, int]:
@@ -102,19 +102,26 @@ def _bytes_of(values: Iterable[object], seen: set[int]) -> int:
     return total
 
 
-def _without_nccl(trainer: Holder, kind: str, last: str) -> MeshwrightError:
-    """The error of a collective or message that NCCL did not start. ``last``: what NCCL says of it."""
-    if "out of memory" in last:
-        return _full(trainer, last, " for buffers of NCCL")
+def _needs_buffers(text: str) -> bool:
+    """Whether NCCL found no memory on the device."""
+    found = _NCCL.search(text)
+    return found is not None and "out of memory" in (found[2] or "")
+
+
+def named_error(text: str, where: str) -> MeshwrightError | None:
+    """The error of CUDA, or of a collective or message that NCCL did not start, with its remedy; None if the text is of
+    another error."""
+    if (found := _NCCL.search(text)) is None:
+        other = _CUDA.search(text)
+        return _failed(other[1].strip(), where) if other is not None else None
+    kind, last = found[1], (found[2] or "").strip()
     told = f"{kind}: {last}" if last else kind
     if kind in _OF_OTHERS:
-        problem = f"NCCL lost another rank or the network ({told})"
-        return LostRankError(problem, where=_place(trainer), remedy=OWN_ERROR)
-    if "Cuda failure" in last or kind == "ncclUnhandledCudaError":
-        return _failed(trainer, told)
-    return DeviceError(
-        f"NCCL failed ({told})", where=_place(trainer), remedy="run with NCCL_DEBUG=INFO, which says why, on every rank"
-    )
+        return LostRankError(f"NCCL lost another rank or the network ({told})", where=where, remedy=OWN_ERROR)
+    if kind == "ncclUnhandledCudaError":
+        return _failed(told, where)
+    remedy = "run with NCCL_DEBUG=INFO, which says why, on every rank"
+    return DeviceError(f"NCCL failed ({told})", where=where, remedy=remedy)
 
 
 def _full(trainer: Holder, text: str, asks: str = "") -> DeviceMemoryError:
@@ -138,13 +145,13 @@ def _parsed(pattern: re.Pattern[str], text: str) -> int:
     return round(float(found[1]) * _UNITS[found[2]]) if found is not None else 0
 
 
-def _failed(trainer: Holder, text: str) -> DeviceError:
+def _failed(text: str, where: str) -> DeviceError:
     if any(mark in text for mark in _OUT_OF_BOUNDS):
         problem = f"a kernel read or wrote out of bounds ({text})"
         remedy = _LOOK_AT_BATCH
     else:
         problem, remedy = f"the device failed ({text})", LOOK_AT_DEVICE
-    return DeviceError(problem, where=_place(trainer), remedy=remedy)
+    return DeviceError(problem, where=where, remedy=remedy)
 
 
 def _place(trainer: Holder) -> str:
