@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import msgspec
+import numpy as np
 
 from meshwright.cost.occupancy import room_of
 from meshwright.ir.cluster import Cluster
@@ -94,9 +95,9 @@ class UnlikeStages:
                 yield uneven
 
     def _cut_for_devices(self, fastest: Sequence[Option]) -> Iterator[Option]:
-        """Yield the layouts of each schedule that are probably the ``AKIN`` fastest on their own devices, also with
-        ZeRO if the update is long. They are cut again, with the prices of the devices of their stages. Layouts in which
-        a stage has different devices are left out."""
+        """Yield the ``AKIN`` fastest layouts of each schedule, and the ``AKIN`` layouts that are probably the fastest
+        on their own devices, also with ZeRO if the update is long. They are cut again, with the prices of the devices
+        of their stages. Layouts in which a stage has different devices are left out."""
         kinds: dict[tuple[str, int], dict[str, tuple[float, Option]]] = defaultdict(dict)
         placed = [option for option in fastest if option.layout.pp > 1 and self._homes_of(option.layout)]
         speeds = self._relative_s(placed[0].layout) if placed else {}
@@ -106,8 +107,9 @@ class UnlikeStages:
                 kind = kinds[option.layout.schedule, option.layout.chunks]
                 kind.setdefault(plain, (self._on_own_devices_s(option, speeds), option))
         for options in kinds.values():
-            nearest = sorted(options.values(), key=lambda each: each[0])[:AKIN]
-            for option in self._zeroed([option for _, option in nearest]):
+            every = list(options.values())
+            nearest = dict.fromkeys([*range(len(every))[:AKIN], *np.argsort([each[0] for each in every])[:AKIN]])
+            for option in self._zeroed([every[number][1] for number in nearest]):
                 if not self.clock.over:
                     with suppress(*REFUSALS):
                         yield from self._cut_anew(option, self._homes_of(option.layout))

@@ -31,7 +31,7 @@ from meshwright.schedules.pipeline import least_microbatches
 
 MOST_RANKS = 8
 """The largest number of ranks for which pipelines are searched in this way."""
-MOST_GROWN, MOST_SIMULATED, MOST_PRICED = 15_000, 2_500, 4_000
+MOST_GROWN, MOST_SIMULATED, MOST_PRICED = 15_000, 2_500, 2_500
 """Limits on the work of a search: stages that are added, micro-batches that simulated stages compute, and operators of
 layers that are priced. Small models stay below these limits."""
 SHOWN = 8
@@ -177,11 +177,11 @@ class BestFirst:
 
     def _finish(self, run: _Run, stages: tuple[Stage, ...]) -> None:
         """Add the whole pipelines of these stages: with all schedules, and with the first two stages of ZeRO. Others
-        follow if these do not fit."""
+        follow if these do not fit. On equal stages, ``gpipe`` takes as long as ``1f1b``."""
         sizes = [(stage.dp, stage.tp) for stage in stages]
         several, shape = max(dp for dp, _ in sizes) > 1, of_sizes(self.space.least(Layout()), sizes)
         for name in run.schedules if self.space.holds(shape) else ():
-            if run.microbatches < least_microbatches(name, len(stages)):
+            if run.microbatches < least_microbatches(name, len(stages)) or (name == "gpipe" and not shape.stage_sizes):
                 continue
             layout = msgspec.structs.replace(shape, microbatches=run.microbatches, schedule=name)
             for zero in self.zeros[: 2 if several and self._divides else 1]:
