@@ -20,7 +20,7 @@ made = st.lists(st.tuples(st.floats(0.1, 3.0), st.integers(1, 100)), min_size=1,
 
 def backward(gradients: Made) -> list[Actions]:
     """One gradient after each of some computing (seconds; bytes)."""
-    return [Actions(1, tuple(Moment(seconds, made=(f"p{n}",)) for n, (seconds, _) in enumerate(gradients)))]
+    return [Actions(1, tuple(Moment(seconds, gradients=(f"p{n}",)) for n, (seconds, _) in enumerate(gradients)))]
 
 
 def reductions(gradients: Made, most: int, alpha_s: float, byte_s: float = 0.01, **kind: bool) -> list[BucketTransfer]:
@@ -103,7 +103,7 @@ def test_other_collectives_of_the_axis_wait_for_the_link() -> None:
     link         | p0 3      |                  link         | p0 3      |
     """
     for axis, exposed in (("dp", 3.0), ("tp", 2.0)):
-        actions = [Actions(1, (Moment(1.0, made=("p0",)), Moment(0.0, ((axis, 1.0),))))]
+        actions = [Actions(1, (Moment(1.0, gradients=("p0",)), Moment(0.0, ((axis, 1.0),))))]
         assert exposed_s(actions, (), [BucketTransfer("dp", ("p0",), 3.0)]) == exposed
 
 

@@ -24,12 +24,13 @@ from meshwright.ir.program import Collective, Node, Program
 class Moment(NamedTuple):
     """A piece of compute, and the event at its end. After ``compute_s`` seconds, one of three events happens: the stage
     waits for collectives that belong to no bucket (``others``: axis and seconds); it needs the gathered parameters
-    ``wanted``; or it has computed the gradients of the parameters ``made``."""
+    ``wanted``; or it has computed the gradients of the parameters in
+    ``gradients``."""
 
     compute_s: float
     others: tuple[tuple[str, float], ...] = ()
     wanted: tuple[str, ...] = ()
-    made: tuple[str, ...] = ()
+    gradients: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -83,10 +84,10 @@ def stage_actions(program: Program, plan: Plan, cluster: Cluster) -> tuple[Actio
         pending: list[Node] = []
 
         def add(
-            others: tuple[tuple[str, float], ...] = (), wanted: tuple[str, ...] = (), made: tuple[str, ...] = ()
+            others: tuple[tuple[str, float], ...] = (), wanted: tuple[str, ...] = (), gradients: tuple[str, ...] = ()
         ) -> None:
             cost = costs.of(pending)
-            timeline.append(Moment(cost.seconds, others, wanted, made))
+            timeline.append(Moment(cost.seconds, others, wanted, gradients))
             launches_s.append(costs.launch_s * cost.launches)
             pending.clear()
 
@@ -97,7 +98,7 @@ def stage_actions(program: Program, plan: Plan, cluster: Cluster) -> tuple[Actio
             if node.starts is not None:
                 begun[node.name] = node.starts
                 if (gradients := reduced.get((node.starts.axis, node.starts.label))) is not None:
-                    add(made=gradients)
+                    add(gradients=gradients)
             if node.waits:
                 collective = begun[node.waits]
                 if (wanted := gathered.get((collective.axis, collective.label))) is not None:
@@ -171,7 +172,7 @@ def _lines(action: Actions, gathered: Mapping[str, _Choice], reduced: Mapping[st
     possible transfer, there is a single timeline."""
     moments, lines = action.moments, [_Line(action.times)]
     order = list(dict.fromkeys(gathered[name][0] for moment in moments for name in moment.wanted if name in gathered))
-    left = Counter(id(reduced[name]) for moment in moments for name in moment.made if name in reduced)
+    left = Counter(id(reduced[name]) for moment in moments for name in moment.gradients if name in reduced)
     arrived = 0
     for moment in moments:
         for line in lines:
@@ -187,7 +188,7 @@ def _lines(action: Actions, gathered: Mapping[str, _Choice], reduced: Mapping[st
                 line.finish(transfer)
                 if arrived < len(order):
                     line.start(order[arrived])
-        for choice in [reduced[name] for name in moment.made if name in reduced]:
+        for choice in [reduced[name] for name in moment.gradients if name in reduced]:
             left[id(choice)] -= 1
             if left[id(choice)]:
                 continue

@@ -46,8 +46,8 @@ def sizes_of(program: Program) -> dict[str, int]:
 def lifetimes(program: Program, *, on_cpu: bool, joined_bytes: int = 0) -> StageLifetimes:
     """The memory of the actions of a stage. ``joined_bytes``: what the sum of a tied gradient over stages needs beside
     the gradients, after the schedule."""
-    found = _Lifetimes(program, on_cpu, joined_bytes)
-    return found.together() if program.together else found.apart()
+    stage = _Lifetimes(program, on_cpu, joined_bytes)
+    return stage.together() if program.together else stage.apart()
 
 
 def slot_bytes(program: Program, late: tuple[str, ...]) -> int:

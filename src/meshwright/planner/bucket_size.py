@@ -346,7 +346,7 @@ def with_notes(plan: Plan, notes: Sequence[Note]) -> Plan:
 
 def _made(actions: Sequence[Actions]) -> set[str]:
     """The parameters whose gradients a stage computes."""
-    return {name for action in actions for moment in action.moments for name in moment.made}
+    return {name for action in actions for moment in action.moments for name in moment.gradients}
 
 
 def _distinct(members: Sequence[BucketMember], algorithms: Mapping[str, str]) -> dict[int, tuple[Bucket, ...]]:
