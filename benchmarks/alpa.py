@@ -20,7 +20,18 @@ from meshwright.api.alpa import planned_pair
 from meshwright.bench.provenance import CHANGED
 from meshwright.ir.result import Check
 from meshwright.planner.inter_op.pipelines import ALIKE
-from meshwright.worked.alpa import EQUAL, MEDIAN, PAIRS, WINNERS, Compared, Found, Kind, Pair, lines_of, summary_of
+from meshwright.worked.alpa import (
+    EQUAL,
+    MEDIAN,
+    PAIRS,
+    WINNERS,
+    Compared,
+    Kind,
+    Pair,
+    PlannerResult,
+    lines_of,
+    summary_of,
+)
 
 COMMAND = "make bench-alpa"
 KEPT = Path(__file__).parents[1] / "runs" / "alpa"
@@ -31,11 +42,11 @@ def compared(pair: Pair) -> Compared:
     own."""
     kept = KEPT / report.COMMIT / f"{pair.title}.json"
     if kept.exists():
-        return Compared(pair, msgspec.json.decode(kept.read_bytes(), type=dict[Kind, Found]))
+        return Compared(pair, msgspec.json.decode(kept.read_bytes(), type=dict[Kind, PlannerResult]))
     result = planned_pair(pair)
     if report.COMMIT and not report.COMMIT.endswith(CHANGED):
         kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_bytes(msgspec.json.encode(result.found))
+        kept.write_bytes(msgspec.json.encode(result.results))
     return result
 
 
@@ -83,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for pair in PAIRS:
         if name in pair.title:
             results.append(compared(pair))
-            print(f"{pair.title}: {results[-1].found}", flush=True)
+            print(f"{pair.title}: {results[-1].results}", flush=True)
     if not results:
         parser.error(f"no pair has {name!r} in its name, such as {PAIRS[0].title!r}")
     found = list(findings(results))

@@ -8,9 +8,9 @@ from meshwright.worked.alpa import (
     PAIRS,
     Compared,
     Family,
-    Found,
     Kind,
     Pair,
+    PlannerResult,
     Published,
     Sizes,
     best_of,
@@ -27,7 +27,9 @@ def compared(predicted: dict[Kind, float], published: Published, devices: int = 
     pair = Pair("gpt", "tiny", Sizes(2, 64, 2), devices, published)
     each = pair.flops / devices / 1e12
     found = {
-        kind: Found(layout="dp8", step_s=each / predicted[kind]) if kind in predicted else Found(problem="too large")
+        kind: PlannerResult(layout="dp8", step_s=each / predicted[kind])
+        if kind in predicted
+        else PlannerResult(problem="too large")
         for kind in KINDS
     }
     return Compared(pair, found)

@@ -21,7 +21,7 @@ from meshwright.planner.foretell import foretell
 from meshwright.planner.layout_search import Search
 from meshwright.planner.time_limit import TimeLimit
 from meshwright.worked import SEARCHED, Worked, alpa
-from meshwright.worked.alpa import Compared, Found, Kind, Pair
+from meshwright.worked.alpa import Compared, Kind, Pair, PlannerResult
 
 Say = Callable[[str], None]
 _ORDER: tuple[Kind, ...] = ("both", "manual", "intra", "inter")
@@ -50,7 +50,7 @@ def planned_pair(pair: Pair, began: Say = lambda what: None) -> Compared:
     graph = captured(pair)
     clock = TimeLimit(None, lambda what: began(f"{pair.title}: {what}"))
     shared: dict[OptimizerCost, Search] = {}  # searches with equal optimizers share the prices of layers
-    results: dict[Kind, Found] = {}
+    results: dict[Kind, PlannerResult] = {}
     for kind in _ORDER:
         optimizer = alpa.optimizer_of(pair.family, kind)
         if optimizer not in shared:  # the "inter" search needs the largest number of layers
@@ -63,7 +63,7 @@ def planned_pair(pair: Pair, began: Say = lambda what: None) -> Compared:
             search.run()
             plan = search.best()
         except LayoutError as error:
-            results[kind] = Found(problem=error.problem)
+            results[kind] = PlannerResult(problem=error.problem)
             continue
         finally:
             search.prices.close()
@@ -72,7 +72,7 @@ def planned_pair(pair: Pair, began: Say = lambda what: None) -> Compared:
         if plan.graphs:  # the published systems launch each kernel by itself
             without = msgspec.structs.replace(plan, graphs=False)
             step_s = foretell(PlanLowering(graph), without, cluster, optimizer=optimizer).played.step_s
-        results[kind] = Found(layout=layout_text(plan.layout), step_s=step_s)
+        results[kind] = PlannerResult(layout=layout_text(plan.layout), step_s=step_s)
     return Compared(pair, results)
 
 

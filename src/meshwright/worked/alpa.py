@@ -219,7 +219,7 @@ def optimizer_of(family: Family, kind: Kind) -> OptimizerCost:
 # --- the comparison ---------------------------------------------------------------------------------------------------
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
+class PlannerResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a search: the layout, and the predicted seconds of a step. ``problem`` is the reason if no layout
     was found; ``step_s`` is then 0."""
 
@@ -232,13 +232,13 @@ class Compared(NamedTuple):
     """A pair with its predictions in TFLOP/s per device; None: no layout fits in memory."""
 
     pair: Pair
-    found: Mapping[Kind, Found]
+    results: Mapping[Kind, PlannerResult]
 
     @property
     def predicted(self) -> dict[Kind, float | None]:
         """The predicted throughput of each planner."""
         each = self.pair.flops / self.pair.devices / 1e12
-        return {kind: each / result.step_s if result.step_s else None for kind, result in self.found.items()}
+        return {kind: each / result.step_s if result.step_s else None for kind, result in self.results.items()}
 
     @property
     def published(self) -> dict[Kind, float | None]:
@@ -355,7 +355,7 @@ def lines_of(results: Sequence[Compared]) -> Iterator[Line]:
                 f"{kind} {_text(result.predicted[kind])} ({_text(result.published[kind])})" for kind in KINDS
             ),
             verdict="agrees" if result.winner_is_right else "we differ",
-            why="; ".join(f"{kind}: {result.found[kind].layout or result.found[kind].problem}" for kind in KINDS),
+            why="; ".join(f"{kind}: {result.results[kind].layout or result.results[kind].problem}" for kind in KINDS),
         )
     summary = summary_of(results)
     yield held(

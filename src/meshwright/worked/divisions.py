@@ -79,10 +79,10 @@ def _together(draw: random.Random) -> tuple[int, int]:
             if sum(each.workspace_bytes for each in combination) <= total
         ]
         try:
-            found: float | None = sum(each.seconds for each in share(sets, total).values())
+            shared: float | None = sum(each.seconds for each in share(sets, total).values())
         except LayoutError:  # nothing fits
-            found = None
-        right += found == min(fitting, default=None)
+            shared = None
+        right += shared == min(fitting, default=None)
     return right, CASES // 4
 
 
