@@ -57,8 +57,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     def command(self, python: str = sys.executable, file: str = "", ranks: int = 0) -> list[str]:
         """The command with which a launcher or a rank trains. ``ranks``: the number that it starts, where nothing in
         its environment says so."""
-        told = [*(["--trust"] if self.trust else []), *(["--train.ranks", f"{ranks}"] if ranks else [])]
-        return [python, "-m", "meshwright.cli", "train", file or str(self.file.absolute()), *self.arguments, *told]
+        options = [*(["--trust"] if self.trust else []), *(["--train.ranks", f"{ranks}"] if ranks else [])]
+        return [python, "-m", "meshwright.cli", "train", file or str(self.file.absolute()), *self.arguments, *options]
 
 
 def shell(words: list[str]) -> str:

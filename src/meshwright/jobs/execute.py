@@ -208,8 +208,8 @@ def _run_processes(assignment: Assignment) -> _Failed | None:
     try:
         try:
             for task in assignment.tasks:
-                mine = {name: end for (vertex, name), end in ends.items() if vertex == task.vertex}
-                running[task.vertex] = _started(task, assignment, mine)
+                own_ends = {name: end for (vertex, name), end in ends.items() if vertex == task.vertex}
+                running[task.vertex] = _started(task, assignment, own_ends)
         finally:
             for end in ends.values():
                 os.close(end)

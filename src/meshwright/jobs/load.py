@@ -51,8 +51,8 @@ def _vertex(table: dict[str, Any], where: str) -> Vertex:
         remedy = near or f"give one of {', '.join(KINDS)}: it says what the vertex runs"
         raise FileFormatError(problem, where=where, remedy=remedy)
     kind = KINDS[given[0]]
-    found: Vertex = _decoded({"kind": kind.__struct_config__.tag, **table}, kind, where)
-    return found
+    vertex: Vertex = _decoded({"kind": kind.__struct_config__.tag, **table}, kind, where)
+    return vertex
 
 
 def _decoded(table: dict[str, Any], kind: type[T], where: str) -> T:

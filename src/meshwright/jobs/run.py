@@ -116,11 +116,11 @@ def value_of(directory: str | os.PathLike[str], source: str) -> Any:
     from meshwright.jobs.values import decode
 
     vertex, _, output = source.partition(".")
-    found = outputs_of(directory).get(vertex, {}).get(output)
-    if found is None:
+    path = outputs_of(directory).get(vertex, {}).get(output)
+    if path is None:
         raise JobError(f"there is no output {source!r}", where=str(directory), remedy="run the graph there first")
     graph = files.load(Path(directory) / "graph.json", JobGraph)
-    return decode(files.read_bytes(found), graph.vertices[vertex].outputs[output])
+    return decode(files.read_bytes(path), graph.vertices[vertex].outputs[output])
 
 
 def this_machine() -> JobNode:
@@ -224,13 +224,13 @@ def measured_record(graph: JobGraph, predicted: JobRecord, events: Sequence[Even
     runs = {name: sum(vertex == name for vertex, _ in ended) for name in graph.vertices}
     failed = {vertex for vertex, event in ended if isinstance(event, Failed)}
 
-    def row(found: JobRow) -> JobRow:
-        name = found.name
+    def row(predicted_row: JobRow) -> JobRow:
+        name = predicted_row.name
         state: Any = (
             "reused" if name in reused else "finished" if name in measured
             else "failed" if name in failed else "waiting"
         )  # fmt: skip
-        return msgspec.structs.replace(found, measured_s=measured.get(name), runs=runs[name], state=state)
+        return msgspec.structs.replace(predicted_row, measured_s=measured.get(name), runs=runs[name], state=state)
 
     makespan_s = max((event.time_s for _, event in ended), default=first_s) - first_s
     notes = predicted.notes

@@ -109,8 +109,8 @@ class Scheduler:
         if unit.name in self._looked_up:
             return False
         self._looked_up.add(unit.name)
-        found = [self._known.get((name, key)) for name, key in self._keys(unit).items()]
-        ends = [end for end in found if end is not None and all(map(self._store.whole, end.outputs.values()))]
+        earlier = [self._known.get((name, key)) for name, key in self._keys(unit).items()]
+        ends = [end for end in earlier if end is not None and all(map(self._store.whole, end.outputs.values()))]
         if len(ends) < len(unit.members):
             return False
         self._journal.write(*(Reused(time_s=time.time(), vertex=end.vertex, key=end.key) for end in ends))
@@ -175,7 +175,7 @@ class Scheduler:
     ) -> Training:
         """The training of a vertex. Its directory is that of its key, so that another attempt goes on from the last
         checkpoint, and another training starts anew."""
-        paths = {given: found.path or str(directory / "inputs" / given / found.file) for given, found in inputs.items()}
+        paths = {given: value.path or str(directory / "inputs" / given / value.file) for given, value in inputs.items()}
         return Training(
             run=run_of(vertex, self._folder, paths), where=str(self._folder / vertex.run), ranks=vertex.ranks,
             directory=str(self._directory / "work" / name / f"run-{key[:12]}"), outputs={},
@@ -290,9 +290,9 @@ class Scheduler:
 
     def _error(self, outcome: Outcome) -> JobError:
         runs = self._died[outcome.unit]
-        told = "".join(f"\n  | {line}" for line in outcome.tail)
+        tail = "".join(f"\n  | {line}" for line in outcome.tail)
         output = self._directory / "work" / outcome.vertex / f"{outcome.attempt}" / "log"
-        shown = f"; its last lines:{told}" if told else ""
+        shown = f"; its last lines:{tail}" if tail else ""
         return JobError(
             f"failed {runs} time{'' if runs == 1 else 's'}: {outcome.problem}{shown}",
             where=f"vertices.{outcome.vertex}",

@@ -76,8 +76,8 @@ def _train(training: Training) -> None:
     api.run_ranks(_on_rank, run, num_ranks=training.ranks, directory=directory, again=again)
     outputs = {name: Path(path) for name, path in training.outputs.items()}
     if "losses" in outputs:
-        found = report.read_run(directory).metrics
-        value = {"losses": found.losses, "held_out": found.held_out}
+        metrics = report.read_run(directory).metrics
+        value = {"losses": metrics.losses, "held_out": metrics.held_out}
         files.write_atomically(outputs["losses"], msgspec.json.encode(value))
     if "weights" in outputs:
         _export(run, directory, outputs["weights"])

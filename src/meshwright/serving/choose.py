@@ -96,18 +96,18 @@ def neighbours(workflow: Workflow, plan: WorkflowPlan) -> Neighbours:
 
 def one_tier_plans(workflow: Workflow, *, headroom: float = 1.0) -> dict[str, WorkflowPlan]:
     """For each tier, the cheapest plan with workers of this tier alone; tiers that cannot do it are left out."""
-    found = {}
+    plans = {}
     for tier in workflow.tiers:
         inside = _named_workers(workflow, tier.name)
         if (plan := Program(workflow, headroom=headroom, usable=inside.__contains__).solve().plan) is not None:
-            found[tier.name] = plan
-    return found
+            plans[tier.name] = plan
+    return plans
 
 
 def uniform_plans(workflow: Workflow, *, headroom: float = 1.0) -> dict[str, WorkflowPlan]:
     """The cheapest plan in which every operator runs its first variant, its last, and so on at the same relative place
     of its list; places at which no plan keeps the limits are left out."""
-    found, program = {}, Program(workflow, headroom=headroom)
+    plans, program = {}, Program(workflow, headroom=headroom)
     steps = max(len(operator.variants) for operator in workflow.operators)
     for step in range(steps):
         models = {
@@ -115,8 +115,8 @@ def uniform_plans(workflow: Workflow, *, headroom: float = 1.0) -> dict[str, Wor
             for operator in workflow.operators
         }
         if (plan := program.solve(models).plan) is not None:
-            found[" + ".join(models[name] for name in workflow.order)] = plan
-    return found
+            plans[" + ".join(models[name] for name in workflow.order)] = plan
+    return plans
 
 
 def check_profiled(workflow: Workflow, where: str = "") -> None:

@@ -117,11 +117,11 @@ def page_of(
         facts=tuple(facts),
         operators=tuple(
             ServeOperator(
-                name=one.operator, variant=one.variant, workers=one.workers,
-                tiers=", ".join(plan.rates_by_tier(workflow, one.operator)), workers_usd=one.workers_usd_per_hour,
-                links_usd=one.links_usd_per_hour,
+                name=operator.operator, variant=operator.variant, workers=operator.workers,
+                tiers=", ".join(plan.rates_by_tier(workflow, operator.operator)),
+                workers_usd=operator.workers_usd_per_hour, links_usd=operator.links_usd_per_hour,
             )
-            for one in planned.operators
+            for operator in planned.operators
         ),
         workers=tuple(
             ServeWorker(

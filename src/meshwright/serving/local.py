@@ -83,13 +83,13 @@ def tier_rates(workflow: Workflow) -> list[float]:
                     f"a latency of {link.latency_s:g} s cannot be emulated", where=f"links.{link.source}-{link.target}",
                     remedy="run without emulated links, or with latency_s = 0",
                 )  # fmt: skip
-        found = {link.bits_per_s or unlimited for link in links}
-        if len(found) > 1:
+        bit_rates = {link.bits_per_s or unlimited for link in links}
+        if len(bit_rates) > 1:
             raise WorkflowError(
                 f"the links from {tier.name} have different rates, and one box has one", where="links",
                 remedy="give them one rate, or run without emulated links",
             )  # fmt: skip
-        rates.append(next(iter(found), unlimited))
+        rates.append(next(iter(bit_rates), unlimited))
     return rates
 
 

@@ -83,10 +83,10 @@ class Program:
 
     def solve(self, fixed: Mapping[str, str] | None = None) -> Answer:
         """The best plan with the variants ``fixed`` of some operators."""
-        found = self._solved(fixed or {}, self.num_integer)
-        if found.values is None:
-            return Answer(None, found.bound, math.inf)
-        return Answer(self._plan(found.values), found.bound, float(np.dot(found.values, self._goals)))
+        solution = self._solved(fixed or {}, self.num_integer)
+        if solution.values is None:
+            return Answer(None, solution.bound, math.inf)
+        return Answer(self._plan(solution.values), solution.bound, float(np.dot(solution.values, self._goals)))
 
     def relaxed(self, fixed: Mapping[str, str]) -> float:
         """A lower bound on the goal of every plan with these variants of some operators: workers and variants may be
@@ -111,7 +111,12 @@ class Program:
     def _runs(self, operator: str) -> list[tuple[Variant, str]]:
         """Pairs of a variant of an operator and a worker that can run it."""
         variants = self.workflow.operator_of[operator].variants
-        return [(one, worker.name) for one in variants for worker in self._workers if worker.device in one.seconds]
+        return [
+            (variant, worker.name)
+            for variant in variants
+            for worker in self._workers
+            if worker.device in variant.seconds
+        ]
 
     def _whole_columns(self) -> None:
         workflow = self.workflow
@@ -152,7 +157,7 @@ class Program:
         """Pairs of a variant of an operator (empty for a source) and the bytes of its messages."""
         if name in self.workflow.source_of:
             return [("", self.workflow.source_of[name].item_bytes)]
-        return [(one.name, one.message_bytes) for one in self.workflow.operator_of[name].variants]
+        return [(variant.name, variant.message_bytes) for variant in self.workflow.operator_of[name].variants]
 
     def _ways(self, name: str) -> list[tuple[str, str, Link]]:
         """Tiers between which messages of a source or operator may go, and their link."""
@@ -182,10 +187,10 @@ class Program:
             worker.name: (worker.tier, worker.device, worker.usd_per_hour)
             for worker in sorted(self._workers, key=lambda worker: (worker.tier, worker.device, worker.usd_per_hour))
         }
-        for (one, kind), (other, other_kind) in pairwise(equal.items()):
-            if kind == other_kind:
-                terms = [(column, float(ranks[column])) for column in by_worker[one]]
-                terms += [(column, -float(ranks[column])) for column in by_worker[other]]
+        for (worker_name, kind), (next_name, next_kind) in pairwise(equal.items()):
+            if kind == next_kind:
+                terms = [(column, float(ranks[column])) for column in by_worker[worker_name]]
+                terms += [(column, -float(ranks[column])) for column in by_worker[next_name]]
                 self.rows.add(terms, 0.0, math.inf)
 
     def _accuracies(self) -> None:
@@ -307,7 +312,8 @@ class Program:
         total = 0.0
         for operator in workflow.order:
             total += max(
-                (s for one in workflow.operator_of[operator].variants for s in one.seconds.values()), default=0.0
+                (s for variant in workflow.operator_of[operator].variants for s in variant.seconds.values()),
+                default=0.0,
             )
         for source, _ in workflow.edges:
             total += max(link.transfer_s(size) for link in links for _, size in self._messages(source))

@@ -166,9 +166,9 @@ def capacity_per_s(workflow: Workflow, plan: WorkflowPlan) -> float:
     them."""
     busiest = [load.utilisation for choice in plan.choices for load in choice.workers]
     bits: dict[tuple[str, str], float] = {}
-    for one in plan.traffic:
-        way = one.source_tier, one.target_tier
-        bits[way] = bits.get(way, 0.0) + 8 * one.rate_per_s * workflow.message_bytes(one.source, plan.models)
+    for traffic in plan.traffic:
+        way = traffic.source_tier, traffic.target_tier
+        bits[way] = bits.get(way, 0.0) + 8 * traffic.rate_per_s * workflow.message_bytes(traffic.source, plan.models)
     for way, rate in bits.items():
         link = workflow.link(*way)
         if link is not None and link.bits_per_s:

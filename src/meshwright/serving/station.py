@@ -85,7 +85,7 @@ class Station:
             LostRankError: another station cannot be reached, or a message is damaged.
         """
         consumers = self.job.workflow.consumers[self._output]
-        wanted = {route[one] for route in self._routes for one in consumers if self._sees(route)}
+        wanted = {route[consumer] for route in self._routes for consumer in consumers if self._sees(route)}
         outboxes = {name: Outbox(addresses[name], self._token) for name in sorted(wanted)}
         times = self._items(outboxes, begin_s) if self._operator else self._inject(outboxes, begin_s)
         for outbox in outboxes.values():
@@ -120,20 +120,20 @@ class Station:
     # --- workers -----------------------------------------------------------------------------------------------------
 
     def _items(self, outboxes: Mapping[str, Outbox], begin_s: float) -> list[tuple[int, float, float]]:
-        mine = [item for item, route in enumerate(self._routes) if route[self._operator] == self.name]
+        own_items = [item for item, route in enumerate(self._routes) if route[self._operator] == self.name]
         inputs = self.job.workflow.operator_of[self._operator].inputs
         came: dict[int, dict[str, Tensor]] = {}
         times: list[tuple[int, float, float]] = []
         ended_s = begin_s
         job = self.job
         starts = injections(job.workflow.rate_per_s, job.items, job.arrivals, job.seed)
-        while len(times) < len(mine):
-            due_s = begin_s + starts[mine[len(times)]]
+        while len(times) < len(own_items):
+            due_s = begin_s + starts[own_items[len(times)]]
             patience_s = max(0.0, due_s - time.time()) + PATIENCE_S
             try:
                 header, payload, came_s = self._inbox.next(patience_s)
             except queue.Empty:
-                raise self._missing(set(mine) - {item for item, *_ in times}, came, inputs) from None
+                raise self._missing(set(own_items) - {item for item, *_ in times}, came, inputs) from None
             came.setdefault(header.item, {})[header.source] = _tensor(header, payload)
             if len(came[header.item]) < len(inputs):
                 continue
