@@ -191,18 +191,18 @@ def _stuck(ranks: Mapping[int, _Rank]) -> Iterable[Unmatched]:
 
 def _where(ranks: Mapping[int, _Rank], numbers: Iterable[int]) -> str:
     """Where ranks are, in words."""
-    told = []
+    places = []
     for number in numbers:
         rank = ranks.get(number)
         if rank is None:
-            told.append(f"rank {number} was not run")
+            places.append(f"rank {number} was not run")
         elif rank.at == len(rank.stream):
-            told.append(f"rank {number} has ended its step")
+            places.append(f"rank {number} has ended its step")
         else:
             entry = rank.stream[rank.at]
             labels = (each.label for each in rank.stream if isinstance(each, Started) and each.number == entry.number)
-            told.append(f"rank {number} waits for {next(labels, 'an operation')}")
-    return "; ".join(told)
+            places.append(f"rank {number} waits for {next(labels, 'an operation')}")
+    return "; ".join(places)
 
 
 def _verb(message: Message) -> str:

@@ -209,8 +209,8 @@ def _numbered(
     needs: list[tuple[int, ...] | None] = []
     for (stage, kind), slot in slots.items():
         needed = awaited(Action(stage, kind, 0 if kind.has_microbatch else None), schedule, explicit=explicit)
-        found = [slots.get((other.stage, other.kind)) for other in needed]
-        needs.append(tuple((there - slot) * width for there in found if there is not None) if needed else None)
+        awaited_slots = [slots.get((other.stage, other.kind)) for other in needed]
+        needs.append(tuple((there - slot) * width for there in awaited_slots if there is not None) if needed else None)
     return ranks, slots, needs
 
 
