@@ -369,7 +369,7 @@ class Collectives:
         seconds."""
         deadline = time.monotonic() + (HEAR_S if self._expects else 0)
         while True:
-            lines = [lane.told() for _, lane in sorted(self._lanes.items())]
+            lines = [lane.last_report() for _, lane in sorted(self._lanes.items())]
             if all(lines) or time.monotonic() >= deadline:
                 return [line for line in lines if line]
             time.sleep(HEAR_S / 50)

@@ -368,12 +368,12 @@ def from_rank_0(make: Callable[[], T]) -> T:
     if alone():
         return make()
     world: Any = dist.group.WORLD
-    made: Any = None
+    result: Any = None
     own, note = cast("Exception | None", None), b""
     if world.rank() == 0:
         try:
-            made = make()
-            note = to_bytes((made, None))
+            result = make()
+            note = to_bytes((result, None))
         except Exception as error:  # noqa: BLE001 - whatever it is, the others must not wait
             own = error
             text, remedy = f"it failed: {type(error).__name__}: {error}", "look at the error that rank 0 raised"
@@ -384,10 +384,10 @@ def from_rank_0(make: Callable[[], T]) -> T:
     if own is not None:
         raise own
     if world.rank():
-        made, failure = from_bytes(note)
+        result, failure = from_bytes(note)
         if failure is not None:
             raise failure
-    return cast("T", made)
+    return cast("T", result)
 
 
 @naming("all ranks")

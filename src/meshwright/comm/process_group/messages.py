@@ -188,17 +188,17 @@ class Messages:
     def _begin_to_take(self, rank: int, peer: Peer, word: int) -> bool:
         """Find where the next message of a peer goes; False if it must stay in the lane, as no receive is posted."""
         tag, parts = word >> TAG_BITS, word & (2**TAG_BITS - 1)
-        mine = [message for message in self._posted if message.peer in (rank, None)]
-        if not mine:
+        candidates = [message for message in self._posted if message.peer in (rank, None)]
+        if not candidates:
             return False
-        found = next((message for message in mine if message.tag & (2**TAG_BITS - 1) == tag), None)
-        if found is None:
+        target = next((message for message in candidates if message.tag & (2**TAG_BITS - 1) == tag), None)
+        if target is None:
             memory = torch.empty(parts * MESSAGE_BYTES, dtype=torch.uint8)
-            found = Message("kept", memory, rank, tag, float("inf"), self)
+            target = Message("kept", memory, rank, tag, float("inf"), self)
         else:
-            self._posted.remove(found)
-            found.peer = rank
-        peer.taken, peer.left = found, parts
+            self._posted.remove(target)
+            target.peer = rank
+        peer.taken, peer.left = target, parts
         return True
 
     def _end_taken(self, rank: int, peer: Peer, message: Message) -> None:

@@ -35,11 +35,11 @@ def all_reduce(links: Links, tensors: Sequence[Tensor], reduction: Reduction, la
 
 def _all_reduce_sparse(links: Links, tensor: Tensor, reduction: Reduction, label: str) -> None:
     """Sum sparse tensors: every rank gathers the indices and values of all ranks, and adds them up."""
-    mine = tensor.coalesce()
+    coalesced = tensor.coalesce()
     counts = torch.empty(links.size, 1, dtype=torch.int64)
-    links.collectives.all_gather(torch.tensor([mine._nnz()]), counts, "star", label).wait()
+    links.collectives.all_gather(torch.tensor([coalesced._nnz()]), counts, "star", label).wait()
     numbers = [int(count) for count in counts]
-    indices, values = mine.indices().t().contiguous(), mine.values().contiguous()
+    indices, values = coalesced.indices().t().contiguous(), coalesced.values().contiguous()
     gathered = []
     for part in (indices, values):
         width = prod(part.shape[1:])

@@ -30,13 +30,13 @@ class Connection(NamedTuple):
 
 def connections() -> dict[str, Connection]:
     """All TCP connections of this process that are open or were closed by the other end, by their two ends."""
-    found: dict[str, Connection] = {}
+    by_ends: dict[str, Connection] = {}
     with suppress(OSError):  # no /proc here
         for name in os.listdir(_DESCRIPTORS):
             with suppress(OSError, ValueError, AttributeError):  # closed meanwhile, or another system
                 for key, connection in _connection(int(name)):
-                    found[key] = connection
-    return found
+                    by_ends[key] = connection
+    return by_ends
 
 
 def _connection(descriptor: int) -> Iterator[tuple[str, Connection]]:

@@ -236,7 +236,7 @@ class SharedMemory(Lane):
             return self.blame(self.peer)
         return None
 
-    def told(self) -> str:
+    def last_report(self) -> str:
         """The peer's last report, and the collective in which the peer last sent a message.
 
         The peer reports only the first of several equal collectives in a row. The numbers of its last sent and its last
