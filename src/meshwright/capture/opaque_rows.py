@@ -94,13 +94,13 @@ def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
-def _equal(found: Tensor, expected: Tensor) -> bool:
-    if found.shape != expected.shape:
+def _equal(actual: Tensor, expected: Tensor) -> bool:
+    if actual.shape != expected.shape:
         return False
     if not (expected.is_floating_point() or expected.is_complex()):
-        return bool(torch.equal(found, expected))
+        return bool(torch.equal(actual, expected))
     most = float(expected.abs().max().clamp(min=1)) if expected.numel() else 1.0
-    same = found == expected  # infinite values
-    close = (found - expected).abs() <= _TOLERANCE.get(expected.dtype, _COARSE) * most
-    both = found.isnan() & expected.isnan()
+    same = actual == expected  # infinite values
+    close = (actual - expected).abs() <= _TOLERANCE.get(expected.dtype, _COARSE) * most
+    both = actual.isnan() & expected.isnan()
     return bool((same | close | both).all())

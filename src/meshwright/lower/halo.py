@@ -62,7 +62,7 @@ class HaloEmitter:
 
     def extended(self, value: fx.Node, ranges: Sequence[Rows], fill: float, known: Exchanged) -> fx.Node:
         """The rows that this rank reads: its part ``value``, extended or cut. Rows that no rank owns hold ``fill``."""
-        group_ranges = self._mine(ranges)
+        group_ranges = self._group_ranges(ranges)
         key = self._key(value, group_ranges, fill, known)
         result = self._extended(self._joined(value), group_ranges, fill, key, known)
         if result is value:
@@ -100,7 +100,7 @@ class HaloEmitter:
     def begun(self, value: fx.Node, ranges: Sequence[Rows], fill: float, known: Exchanged) -> Begun | None:
         """Start the exchange of the rows around this rank's part. None if no rows travel, if this rank does not read
         all of its own rows, or if the dim is split over several axes."""
-        group_ranges = self._mine(ranges)
+        group_ranges = self._group_ranges(ranges)
         here, key = group_ranges[self._group.index], self._key(value, group_ranges, fill, known)
         whole = overlap(here, self._own) == self._own
         if self._inner or not whole or not self._meets(group_ranges):
@@ -126,11 +126,11 @@ class HaloEmitter:
         """Start to send ``strips``, the terms of rows that other ranks own, to the owners, and to receive terms of this
         rank's own rows."""
         joined = self._emit(aten.cat.default, list(strips), self._dim) if len(strips) > 1 else strips[0]
-        return self._start(collectives.HALO_RETURN, joined, self._mine(ranges))
+        return self._start(collectives.HALO_RETURN, joined, self._group_ranges(ranges))
 
     def reduced(self, value: fx.Node, ranges: Sequence[Rows]) -> fx.Node:
         """Sum the terms that all ranks have for the rows of their ranges; return the sums of this rank's own rows."""
-        group_ranges = self._mine(ranges)
+        group_ranges = self._group_ranges(ranges)
         here = group_ranges[self._group.index]
         kept = overlap(here, self._own)
         if self._meets(group_ranges):
@@ -156,7 +156,7 @@ class HaloEmitter:
         group = self._group
         return self._emit(target, value, self._dim, lows, highs, self._edges, *fill, group.name, group.index)
 
-    def _mine(self, ranges: Sequence[Rows]) -> tuple[Rows, ...]:
+    def _group_ranges(self, ranges: Sequence[Rows]) -> tuple[Rows, ...]:
         """The ranges of the ranks in this rank's group on the outermost axis; their coordinates on the inner axes are
         equal."""
         return tuple(ranges[part * self._places + self._place] for part in range(self._group.size))

@@ -140,8 +140,8 @@ class Pieces:
         with graph.inserting_before(wait):
             if group in self._symmetric:
                 weights = [product.args[-1] for product in products]
-                found = emit(collectives.GATHER_MULTIPLY, own, weights, group, size)
-                whole, *outputs = (emit(getitem, found, number) for number in range(1 + len(products)))
+                gathered_products = emit(collectives.GATHER_MULTIPLY, own, weights, group, size)
+                whole, *outputs = (emit(getitem, gathered_products, number) for number in range(1 + len(products)))
                 pieces = [whole]
             else:
                 outputs = [_buffer(emit, own, product, rows) for product in products]

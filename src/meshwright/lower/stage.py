@@ -259,9 +259,9 @@ class _StageLowering:
         interior_first = self.plan.computes_interior_first(operator.name)
         rest = self.rules, self.device, self.plan.stages[self.stage].operator_algorithm(operator.name)
         result = emit_operator(self.emitter, operator, strategy, tensors, interior_first, *rest)
-        self._made(operator, result, readers)
+        self._record_results(operator, result, readers)
 
-    def _made(self, operator: Operator, result: Any, readers: Mapping[str, int]) -> None:
+    def _record_results(self, operator: Operator, result: Any, readers: Mapping[str, int]) -> None:
         """Record an operator's results for their readers. Start the reshardings and reductions that can now start."""
         for name, index in zip(operator.outputs, operator.positions or (0,), strict=True):
             node = result
@@ -272,7 +272,7 @@ class _StageLowering:
             storage, placements = self.ir.tensors[name].storage, self._placed(name)
             ours = self.ir.tensors[storage].kind in ("activation", "gradient")
             self.emission.make(name, node, placements, owned=ours and readers.get(storage, 0) <= 1)
-            self.gradients.made(name)
+            self.gradients.note_computed(name)
             self.emission.start(name)
 
     def _placed(self, name: str) -> Placements:

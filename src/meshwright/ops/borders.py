@@ -26,13 +26,13 @@ aten = torch.ops.aten
 @dataclass(frozen=True)
 class Borders:
     """One split dim of a convolution on a rank. The halo has ``before`` rows before the part and ``after`` rows after
-    it. The rank makes ``made`` rows, of which the first ``top`` and the last ``bottom`` read the halo."""
+    it. The rank makes ``out_rows`` rows, of which the first ``top`` and the last ``bottom`` read the halo."""
 
     local: Local
     side: Side
     window: Window
     ranges: tuple[Rows, ...]
-    made: int
+    out_rows: int
     before: int
     after: int
 
@@ -42,24 +42,24 @@ class Borders:
         in size or are smaller than the halo, or if the part's own rows, padded equally on both sides, do not make all
         rows of the part's result. To make them, the part must have ``stride`` times as many rows as its result, and the
         padding must place each window around its row."""
-        rows, out_rows = side.image[1] - side.image[0], side.made[1] - side.made[0]
+        rows, out_rows = side.image[1] - side.image[0], side.output[1] - side.output[0]
         alike = all(
-            len({after - before for before, after in pairwise(edges)}) == 1 for edges in (side.image, side.made)
+            len({after - before for before, after in pairwise(edges)}) == 1 for edges in (side.image, side.output)
         )
         before, after = window.padding, window.extent - window.stride - window.padding
         fits = rows == out_rows * window.stride and 0 <= after <= before and 2 * before < window.extent and before > 0
-        borders = cls(local, side, window, window.ranges(side.made), out_rows, before, after)
+        borders = cls(local, side, window, window.ranges(side.output), out_rows, before, after)
         reach = max(before, after) <= rows and max(borders.top, borders.bottom) <= out_rows
         return borders if local.interior_first(side.factor) and alike and fits and reach else None
 
     @property
     def top(self) -> int:
-        """The number of made rows that read the halo before the part."""
+        """The number of output rows that read the halo before the part."""
         return -(-self.before // self.window.stride)
 
     @property
     def bottom(self) -> int:
-        """The number of made rows that read the halo after the part."""
+        """The number of output rows that read the halo after the part."""
         return -(-self.after // self.window.stride)
 
     def convolved(self, source: Value, weight: Value, rest: tuple[Any, ...]) -> Value:
@@ -97,7 +97,7 @@ class Borders:
                 terms = gradient(self._rows(grad, start, count), window.rows(count), rest)
                 strips.append(self._rows(terms, low, high - low))
         started = local.halo_return(strips, self.side.factor, dim, self.side.image, self.ranges)
-        rows = self.made * window.stride
+        rows = self.out_rows * window.stride
         own = gradient(grad, rows, self._padded(rest), local.algorithm)
         come = local.call(collectives.WAIT, started)
         for first, count, start in ((0, self.after, 0), (self.after, self.before, rows - self.before)):
@@ -107,10 +107,10 @@ class Borders:
 
     @property
     def _edges(self) -> tuple[tuple[int, int, Rows], ...]:
-        """For the halo before and the halo after: the first made row that reads the halo, the number of made rows that
-        read it, and the range of the halo within all rows that these made rows read."""
+        """For the halo before and the halo after: the first output row that reads the halo, the number of output
+        rows that read it, and the range of the halo within all rows that these output rows read."""
         last = self.window.rows(self.bottom)
-        return (0, self.top, (0, self.before)), (self.made - self.bottom, self.bottom, (last - self.after, last))
+        return (0, self.top, (0, self.before)), (self.out_rows - self.bottom, self.bottom, (last - self.after, last))
 
     def _begun(self, source: Value) -> Any:
         begun = self.local.halo_begin(source, self.side.factor, self.side.dim, self.side.image, self.ranges)
@@ -118,8 +118,8 @@ class Borders:
         return begun
 
     def _strips(self, begun: Any) -> list[tuple[Value, int, int]]:
-        """For each halo that is not empty: the halo's rows with zeros in place of own rows, the first made row that
-        reads the halo, and the number of made rows that read it."""
+        """For each halo that is not empty: the halo's rows with zeros in place of own rows, the first output row that
+        reads the halo, and the number of output rows that read it."""
         local, dim, strips = self.local, self.side.dim, []
         for strip, (start, count, (low, high)) in zip(local.halo_end(begun), self._edges, strict=True):
             if count:

@@ -113,14 +113,16 @@ def packed_backward(
         grads, queries, keys, values, outputs = (
             _alone(part, slice(None)) for part in (grad, query, key, value, output)
         )
-        found = plain_backward(grads, queries, keys, values, mask, outputs, logsumexp.unsqueeze(0), settings)
-        return tuple(gradient[0].transpose(0, 1).contiguous() for gradient in found)
-    totals = [torch.zeros_like(one, memory_format=torch.contiguous_format) for one in (query, key, value)]
+        sequence_gradients = plain_backward(
+            grads, queries, keys, values, mask, outputs, logsumexp.unsqueeze(0), settings
+        )
+        return tuple(gradient[0].transpose(0, 1).contiguous() for gradient in sequence_gradients)
+    totals = [torch.zeros_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value)]
     for rows, columns in _sequences(bounds, key_bounds):
         parts = (_alone(grad, rows), _alone(query, rows), _alone(key, columns), _alone(value, columns))
         kept = _alone(output, rows), logsumexp[:, rows].unsqueeze(0)
-        found = attention_backward(*parts, None, *kept, *_settings(rows, columns, causal, scale, window))
-        for total, part, place in zip(totals, found, (rows, columns, columns), strict=True):
+        sequence_gradients = attention_backward(*parts, None, *kept, *_settings(rows, columns, causal, scale, window))
+        for total, part, place in zip(totals, sequence_gradients, (rows, columns, columns), strict=True):
             total[place] = part[0].transpose(0, 1)
     return tuple(totals)
 

@@ -27,7 +27,7 @@ from meshwright.ops.base import (
 )
 from meshwright.ops.halo import Side, Window, each, fetch, give_back, split_sides, windows, without
 from meshwright.ops.patterns import letters, operand
-from meshwright.ops.space import SPACE, Space, image_and_made, is_gradient, largest_flops, space_rank
+from meshwright.ops.space import SPACE, Space, image_and_output, is_gradient, largest_flops, space_rank
 
 aten = torch.ops.aten
 
@@ -39,7 +39,7 @@ def pool_rule(call: Call) -> Rule:
     window lies inside a part."""
     maxima, adaptive, rank = "max" in str(call.target), "adaptive" in str(call.target), space_rank(call.target)
     halos = [False] * rank if adaptive else [not window.alone for window in _Pool.of(call).windows]
-    space = Space.of(*image_and_made(call), halos, contiguous=maxima, equal=adaptive)
+    space = Space.of(*image_and_output(call), halos, contiguous=maxima, equal=adaptive)
     return space.spatial_rule(call, linear=is_gradient(call.target) or not maxima)
 
 
@@ -87,7 +87,7 @@ class _Pool:
             return True
         for side in sides:
             window = self.windows[side.index]
-            end = window.rows(side.made[-1]) - window.padding
+            end = window.rows(side.output[-1]) - window.padding
             counted = window.padding if self.counts_padding else 0
             if end > side.image[-1] + counted or (window.padding and not self.counts_padding):
                 return False
@@ -144,7 +144,7 @@ class _Place:
             part, _ = local.coordinate(side.factor)
             low, high = side.image[part : part + 2]
             if every is not None:
-                low, high = every[side.index].ranges(side.made)[part]
+                low, high = every[side.index].ranges(side.output)[part]
             place.lows[side.index], place.rows[side.index] = low, high - low
             place.whole[side.index] = side.image[-1]
         return place
@@ -226,7 +226,7 @@ def _divided(
         length, first = image[index - rank], 0
         if index in split:
             part, _ = local.coordinate(split[index].factor)
-            length, first = split[index].image[-1], split[index].made[part]
+            length, first = split[index].image[-1], split[index].output[part]
         counts = _counts(local, value, window, length, first, output[index - rank], settings.counts_padding)
         value = local.call(
             aten.div.Tensor, value, local.call(aten.view.default, counts, [-1, *[1] * (rank - 1 - index)])

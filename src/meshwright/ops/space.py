@@ -29,8 +29,8 @@ def is_gradient(target: Target) -> bool:
     return "backward" in str(target)
 
 
-def image_and_made(call: Call) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the shapes of the image and of the tensor made from it, for an operator or its gradient."""
+def image_and_output(call: Call) -> tuple[Sequence[int], Sequence[int]]:
+    """Return the shapes of the image and of the output computed from it, for an operator or its gradient."""
     pair = call.tensors[0].shape, call.outputs[0].shape
     return (pair[1], pair[0]) if is_gradient(call.target) else pair
 
@@ -42,7 +42,7 @@ def largest_flops(call: Call, rule: Rule | None) -> float:
 
 @dataclass
 class Space:
-    """Spatial dims in a pattern: the dims of the image (``left``) and of the tensor made from it (``right``)."""
+    """Spatial dims in a pattern: the dims of the image (``left``) and of the output computed from it (``right``)."""
 
     left: list[str] = field(default_factory=list)
     right: list[str] = field(default_factory=list)

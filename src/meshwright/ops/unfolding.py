@@ -63,7 +63,7 @@ def fold_local(local: Local) -> Any:
     every = _windows(given)[1]
     for side in sides:
         part, _ = local.coordinate(side.factor)
-        size[side.index] = every[side.index].rows(side.made[part + 1] - side.made[part])
+        size[side.index] = every[side.index].rows(side.output[part + 1] - side.output[part])
     return give_back(local, local.call(local.target, given["self"], size, *_settings(given, sides)), sides, every)
 
 
@@ -74,13 +74,13 @@ def window_rule(call: Call) -> Rule:
     """``^b !x -> b !y !w``, or the reverse; windows side by side may be split: ``^b (y !w) -> b y !w``."""
     given = arguments(call)
     back = call.target is aten.unfold_backward.default
-    long, made = (call.outputs[0], call.tensors[0]) if back else (call.tensors[0], call.outputs[0])
+    long, windowed = (call.outputs[0], call.tensors[0]) if back else (call.tensors[0], call.outputs[0])
     rank, size = long.dim(), given["size"]
     *names, windows, width, length = letters(rank + 3)
     left, right = names, [*names, f"!{width}"]
     if rank:
         dim = normalize_dim(given["dim" if back else "dimension"], rank)
-        tiles = given["step"] == size and long.shape[dim] == made.shape[dim] * size
+        tiles = given["step"] == size and long.shape[dim] == windowed.shape[dim] * size
         right = [*names[:dim], windows if tiles else f"!{windows}", *names[dim + 1 :], f"!{width}"]
         left = [*names[:dim], f"({windows} !{width})" if tiles else f"!{length}", *names[dim + 1 :]]
     whole, parts = operand(left), operand(right)
