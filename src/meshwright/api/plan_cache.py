@@ -92,7 +92,7 @@ class KeptPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         )
 
     @property
-    def made(self) -> str:
+    def ended_at(self) -> str:
         """When the search ended, as local date and time."""
         return time.strftime("%Y-%m-%d %H:%M", time.localtime(self.made_s))
 
@@ -115,12 +115,12 @@ def find(request: SearchRequest) -> Plan | None:
     try:
         kept = files.load(path, KeptPlan)
         if changed := " and ".join(kept.changes(request)):
-            log.info("%s is stale: %s changed since %s; the search starts anew", path, changed, kept.made)
+            log.info("%s is stale: %s changed since %s; the search starts anew", path, changed, kept.ended_at)
             return None
         if not (problem := _problem(kept, request, str(path))):
             log.info(
                 "the plan is from the cache: it was searched for at %s; to search again: `meshwright plan --fresh`, "
-                "mw.plan(..., fresh=True), or remove %s", kept.made, path,
+                "mw.plan(..., fresh=True), or remove %s", kept.ended_at, path,
             )  # fmt: skip
             return kept.plan
     except (MeshwrightError, RecursionError) as error:

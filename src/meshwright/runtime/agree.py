@@ -37,7 +37,7 @@ def everywhere(where: str, action: Callable[[], T]) -> T:
     failed rank."""
     result, failure = None, None
     try:
-        result = told(where, action)
+        result = convert_errors(where, action)
     except MeshwrightError as error:
         failure = error
     for first in from_every_rank(failure):
@@ -46,7 +46,7 @@ def everywhere(where: str, action: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-def told(where: str, action: Callable[[], T]) -> T:
+def convert_errors(where: str, action: Callable[[], T]) -> T:
     """Run ``action``, and convert its errors to errors that can be sent to other ranks. An OSError becomes a DiskError,
     even if another error wraps it. Any other error that is not a MeshwrightError becomes a CheckpointError."""
     try:

@@ -151,19 +151,19 @@ def _groups(places: Places, rank: int, device: torch.device) -> Iterator[_Group]
     text = OURS if not mpi.is_there() else f"all_reduce {OURS}, 1 {MPI}"
     text = text if device.type == "cpu" else NATIVE
 
-    def made(mesh: Mesh) -> AxisGroup:
-        made = axis_groups(mesh, rank, {"all": text})["all"]
-        connect([made], device)
-        return made
+    def connected(mesh: Mesh) -> AxisGroup:
+        group = axis_groups(mesh, rank, {"all": text})["all"]
+        connect([group], device)
+        return group
 
     if each > 1:
-        yield _Group(made(Mesh.of(boxes=count, all=each)), BOX)
+        yield _Group(connected(Mesh.of(boxes=count, all=each)), BOX)
     if each > 2 and each % 2 == 0:
-        yield _Group(made(Mesh.of(rest=count * each // 2, all=2)), BOX)
+        yield _Group(connected(Mesh.of(rest=count * each // 2, all=2)), BOX)
     if count > 1:
-        yield _Group(made(Mesh.of(all=count, each=each)), NETWORK)
+        yield _Group(connected(Mesh.of(all=count, each=each)), NETWORK)
     if count > 1 and each > 1:
-        yield _Group(made(Mesh.of(all=count * each)), NETWORK, (each, count))
+        yield _Group(connected(Mesh.of(all=count * each)), NETWORK, (each, count))
 
 
 def _by_size(

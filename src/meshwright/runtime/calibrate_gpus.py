@@ -82,16 +82,16 @@ def measure(effort: Effort, advance: Advance, device: torch.device | str | None 
     """Measure; return the measurements on rank 0, and None on other ranks. Every rank must call this."""
     own = launch.start(device)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    found = None
+    measured = None
     with torch.inference_mode():
         if rank == 0:
-            found = _own(effort, advance, own)
+            measured = _own(effort, advance, own)
         meet()
         places = boxes_of_world()
         timings = between(effort.between, places, advance, own) if dist.is_initialized() else []
-    if found is not None:
-        found.timings, found.places = tuple(timings), places
-    return found
+    if measured is not None:
+        measured.timings, measured.places = tuple(timings), places
+    return measured
 
 
 def _own(effort: Effort, advance: Advance, device: torch.device) -> MeasuredGpu:

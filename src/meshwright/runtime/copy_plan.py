@@ -96,16 +96,16 @@ def _partner(rank: int, hosts: Sequence[int]) -> int:
     """The rank on the next host that keeps a second copy of what only this rank's host holds."""
     order = sorted(set(hosts))
     following = order[(order.index(hosts[rank]) + 1) % len(order)]
-    mine = [other for other, host in enumerate(hosts) if host == hosts[rank]]
-    theirs = [other for other, host in enumerate(hosts) if host == following]
-    return theirs[mine.index(rank) % len(theirs)]
+    own_host = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+    next_host = [other for other, host in enumerate(hosts) if host == following]
+    return next_host[own_host.index(rank) % len(next_host)]
 
 
 def _kept(rank: int, own: list[Piece], alone: list[list[Piece]], partners: list[int]) -> Kept:
     entries, end = _laid_out(own, 0)
-    mine, sent_end = _laid_out(alone[rank], end)
-    sent = Block(partners[rank], end, sent_end) if mine else None
-    entries, end, received = [*entries, *mine], sent_end, []
+    alone_here, sent_end = _laid_out(alone[rank], end)
+    sent = Block(partners[rank], end, sent_end) if alone_here else None
+    entries, end, received = [*entries, *alone_here], sent_end, []
     num_own = len(entries)
     for other, partner in enumerate(partners):
         if partner == rank and alone[other]:

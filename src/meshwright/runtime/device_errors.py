@@ -58,9 +58,9 @@ def explained(trainer: Holder) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise _full(trainer, str(error)) from error
     except RuntimeError as error:
-        if (found := _CUDA.search(str(error))) is None:
+        if (match := _CUDA.search(str(error))) is None:
             raise
-        raise _failed(trainer, found[1].strip()) from error
+        raise _failed(trainer, match[1].strip()) from error
 
 
 def holders(trainer: Holder) -> dict[str, int]:
@@ -83,10 +83,10 @@ def holders(trainer: Holder) -> dict[str, int]:
         "values of micro-batches in flight": executor.values_in_flight,
     }
     seen: set[int] = set()
-    found = {name: _bytes_of(values, seen) for name, values in kinds.items()}
+    num_bytes = {name: _bytes_of(values, seen) for name, values in kinds.items()}
     if (read := trainer._kind.memory_now) is not None:
-        found["values of the operators at work"] = max(0, read() - sum(found.values()))
-    return dict(sorted(((name, held) for name, held in found.items() if held), key=lambda pair: -pair[1]))
+        num_bytes["values of the operators at work"] = max(0, read() - sum(num_bytes.values()))
+    return dict(sorted(((name, held) for name, held in num_bytes.items() if held), key=lambda pair: -pair[1]))
 
 
 def _bytes_of(values: Iterable[object], seen: set[int]) -> int:
@@ -104,19 +104,19 @@ def _full(trainer: Holder, text: str) -> DeviceMemoryError:
     asks = f" for {size(wanted)} more" if wanted else ""
     change = trainer.smaller(max(1, wanted - free)) if trainer.smaller is not None else ""
     return DeviceMemoryError(
-        f"its memory is full, and has no room{asks}: {_told(held)}",
+        f"its memory is full, and has no room{asks}: {_held_text(held)}",
         where=_place(trainer),
         remedy=change or "use more ranks, more micro-batches, recompute='full' or zero=1",
     )
 
 
-def _told(held: Mapping[str, int]) -> str:
+def _held_text(held: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in held.items()) or "nothing of this trainer"
 
 
 def _parsed(pattern: re.Pattern[str], text: str) -> int:
-    found = pattern.search(text)
-    return round(float(found[1]) * _UNITS[found[2]]) if found is not None else 0
+    match = pattern.search(text)
+    return round(float(match[1]) * _UNITS[match[2]]) if match is not None else 0
 
 
 def _failed(trainer: Holder, text: str) -> DeviceError:

@@ -335,8 +335,8 @@ class Executor:
         for name, whole, route, arrivals in coming:
             for arrival in arrivals:
                 arrival.wait()
-            if route.mine is not None:
-                own_box = whole[route.mine].contiguous()
+            if route.own_box is not None:
+                own_box = whole[route.own_box].contiguous()
                 self._leaving += [self._channels[peer].send(own_box) for peer, _ in route.others]
             theirs = [self._post(peer, whole, box, action) for peer, box in route.others if box is not None]
             for arrival in theirs:

@@ -74,9 +74,9 @@ class Guard:
             for index, (read, value, known) in enumerate(zip(self._in_dicts, now, self._values, strict=True)):
                 if value is not known:
                     if state_of(value, read.own) != read.state:
-                        return _told(read, value)
+                        return _change_text(read, value)
                     self._values[index] = value  # an equal object: expect this one from now on
-        return next((_told(read, read.now()) for read in self._others if read.has_changed()), "")
+        return next((_change_text(read, read.now()) for read in self._others if read.has_changed()), "")
 
     def _modes_now(self, training: bool) -> list[bool]:
         """For each module, whether it is in training mode. If the model itself is not in the mode ``training``, all its
@@ -186,5 +186,5 @@ def _named(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def _told(read: Read, value: Any) -> str:
+def _change_text(read: Read, value: Any) -> str:
     return f"{read.where}: {read.change(value)}"

@@ -57,14 +57,14 @@ def addresses_of(name: str, where: str) -> list[tuple[socket.AddressFamily, Any]
         LaunchError: the name has no address.
     """
     try:
-        found = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
     except OSError as error:
         raise LaunchError(
             f"the name {name!r} has no address here: {error.strerror or error}",
             where=where,
             remedy="give an IP address, or a name that every host knows (/etc/hosts, DNS)",
         ) from None
-    return [(family, place) for family, _, _, _, place in found]
+    return [(family, place) for family, _, _, _, place in addresses]
 
 
 def kept_store(address: str, port: int, limit: timedelta, where: str) -> dist.TCPStore:

@@ -225,10 +225,10 @@ class RollCall:
             time.sleep(LOOK_S)
         if not look:
             self.attempt = following
-        found = msgspec.json.decode(self._get(f"attempt/{following}"), type=Attempt)
-        if found.over:
+        attempt = msgspec.json.decode(self._get(f"attempt/{following}"), type=Attempt)
+        if attempt.over:
             self._set(f"bye/{self._number}", "")
-        return found
+        return attempt
 
     # --- what the first host knows -----------------------------------------------------------------------------------
 
@@ -247,18 +247,18 @@ class RollCall:
 
     def _await_ends(self, members: Sequence[int]) -> dict[int, Ended]:
         """Wait until the ranks of all members have ended; a lost host counts as ended."""
-        found: dict[int, Ended] = {}
-        while len(found) < len(members):
+        ended: dict[int, Ended] = {}
+        while len(ended) < len(members):
             living = self._living()
             for number in members:
                 key = f"ended/{self.attempt}/{number}"
-                if number not in found and self._has(key):
-                    found[number] = msgspec.json.decode(self._get(key), type=Ended)
-                elif number not in found and number not in living:
+                if number not in ended and self._has(key):
+                    ended[number] = msgspec.json.decode(self._get(key), type=Ended)
+                elif number not in ended and number not in living:
                     problem = f"no sign of life of this host for {SILENT_S:g} s"
-                    found[number] = Ended(problem, doing="while others trained")
+                    ended[number] = Ended(problem, doing="while others trained")
             time.sleep(LOOK_S)
-        return found
+        return ended
 
     def _living(self) -> list[int]:
         """The hosts that show signs of life, this one first."""
