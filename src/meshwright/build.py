@@ -92,13 +92,13 @@ def opaque_choice(run: Run) -> Literal["", "auto"]:
 
 def _mark_opaque(module: nn.Module, names: tuple[str, ...]) -> None:
     for name in names:
-        found = [part for path, part in module.named_modules() if path and name in (path, starred(path))]
-        if not found and name != AUTO:
+        matches = [part for path, part in module.named_modules() if path and name in (path, starred(path))]
+        if not matches and name != AUTO:
             known = ", ".join(dict.fromkeys(starred(path) for path, _ in module.named_modules() if path))
             raise FileFormatError(
                 f"the model has no submodule {name!r}", where="model.opaque", remedy=f"name one of {known}"
             )
-        for part in found:
+        for part in matches:
             opaque(part)
 
 

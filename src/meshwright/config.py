@@ -85,8 +85,8 @@ def check_paths(raw: dict[str, Any], folder: Path, *, where: str) -> None:
         for text in given if isinstance(given, list) else [given]:
             if not isinstance(text, str) or not text:
                 continue  # decoding refuses other types
-            found = glob.glob(text, recursive=True) if glob.has_magic(text) else []
-            for path in (text, *found):
+            matches = glob.glob(text, recursive=True) if glob.has_magic(text) else []
+            for path in (text, *matches):
                 problem = files.way_out(folder, path)
                 if problem and files.way_out(Path(where).absolute().parent, str(folder / path)):
                     remedy = f"give it as an option (--{key}), or add --trust if you trust this file"

@@ -161,9 +161,9 @@ class Interrupt:
     """Turns Ctrl-C into a question: after the first press, ``asked()`` is true. A second press raises
     KeyboardInterrupt, and so does a press before the first call of ``asked``."""
 
-    def __init__(self, told: Callable[[str], None]) -> None:
+    def __init__(self, notify: Callable[[str], None]) -> None:
         self.pressed = self._listening = False
-        self._told = told
+        self._notify = notify
 
     def asked(self) -> bool:
         """Whether Ctrl-C was pressed."""
@@ -181,7 +181,7 @@ class Interrupt:
         if self.pressed or not self._listening:
             raise KeyboardInterrupt
         self.pressed = True
-        self._told("stopping: the best so far is planned (Ctrl-C again: at once)")
+        self._notify("stopping: the best so far is planned (Ctrl-C again: at once)")
 
 
 @contextmanager

@@ -169,9 +169,11 @@ def profile(
     table = display.table(
         ("operator", "variant", "measured", "variation", "predicted", "result"), left=("operator", "variant")
     )
-    for one in profiles:
-        measured = (units.seconds(one.measured_s), f"{one.variation:.0%}") if one.measured_s else ("", "")
-        table.add_row(one.operator, one.variant, *measured, units.seconds(one.predicted_s), f"{one.message_bytes:,} B")
+    for entry in profiles:
+        measured = (units.seconds(entry.measured_s), f"{entry.variation:.0%}") if entry.measured_s else ("", "")
+        table.add_row(
+            entry.operator, entry.variant, *measured, units.seconds(entry.predicted_s), f"{entry.message_bytes:,} B"
+        )
     display.console().print(table)
     display.console().print(f"\n-> {path}")
 
@@ -230,9 +232,9 @@ def _print_plan(workflow: "Workflow", planned: "Planned") -> None:
         ("operator", "variant", "workers", "busiest", "workers $/h", "links $/h"),
         left=("operator", "variant", "workers"),
     )
-    for one in planned.operators:
-        usd = (f"{one.workers_usd_per_hour:.4g}", f"{one.links_usd_per_hour:.4g}")
-        table.add_row(one.operator, one.variant, one.workers, f"{one.utilisation:.1%}", *usd)
+    for operator in planned.operators:
+        usd = (f"{operator.workers_usd_per_hour:.4g}", f"{operator.links_usd_per_hour:.4g}")
+        table.add_row(operator.operator, operator.variant, operator.workers, f"{operator.utilisation:.1%}", *usd)
     terminal.print(table)
     terminal.print(f"next cheaper:       {planned.cheaper or 'none: no choice of models is cheaper'}")
     terminal.print(f"next more accurate: {planned.more_accurate or 'none: the workers do nothing more accurate'}")
@@ -255,5 +257,5 @@ def _print_workers(planned: "Planned", predicted: "Played", measured: "Played | 
         for load in choice.workers:
             shares = [load.utilisation, predicted.utilisation[load.worker]]
             shares += [measured.utilisation[load.worker]] if measured else []
-            table.add_row(load.worker, choice.operator, f"{load.rate_per_s:.4g}", *(f"{one:.1%}" for one in shares))
+            table.add_row(load.worker, choice.operator, f"{load.rate_per_s:.4g}", *(f"{share:.1%}" for share in shares))
     display.console().print(table)

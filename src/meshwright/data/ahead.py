@@ -169,7 +169,7 @@ class PrefetchLoader(StoreLoader):
 
     def accesses(self, num_steps: int) -> list[Indices]:
         """The next samples of every rank that keeps samples, in the order of use, for this number of steps."""
-        found: list[list[Indices]] = [[] for _ in range(self.shard[1])]
+        by_rank: list[list[Indices]] = [[] for _ in range(self.shard[1])]
         epoch, position, steps = self._epoch, self._position, 0
         while steps < num_steps:
             end = position + (num_steps - steps) * self.batch_size
@@ -178,11 +178,11 @@ class PrefetchLoader(StoreLoader):
                 order, self.batch_size, self.shard[1], drop_last=self._drop_last, interleaved=self._order.interleaved
             )
             for rank, samples in enumerate(pieces):
-                found[rank].append(samples)
-            whole, rest = divmod(len(order), self.batch_size)
-            steps += whole + (rest > 0 and not self._drop_last)
+                by_rank[rank].append(samples)
+            whole, remainder = divmod(len(order), self.batch_size)
+            steps += whole + (remainder > 0 and not self._drop_last)
             epoch, position = epoch + 1, 0
-        return [np.concatenate(found[shard]) for shard in self.shards]
+        return [np.concatenate(by_rank[shard]) for shard in self.shards]
 
     def batch_sizes(self, num_steps: int) -> list[int]:
         """The samples of a rank in each of the next batches."""
@@ -273,8 +273,8 @@ class PrefetchLoader(StoreLoader):
         owner = int(self.placement.owner[sample])
         if owner == self.number:
             return keeper.get(sample)
-        if owner != NOBODY and (found := self._peers[owner].get(sample, self._begin)) is not None:
-            return found[0], FILES if found[1] == FILES else PEER
+        if owner != NOBODY and (answer := self._peers[owner].get(sample, self._begin)) is not None:
+            return answer[0], FILES if answer[1] == FILES else PEER
         return keeper.read(sample), FILES
 
     def _assemble(self, index: Indices, values: list[Any]) -> Any:
@@ -291,10 +291,10 @@ class PrefetchLoader(StoreLoader):
             try:
                 raw = self.store.read(sample)
                 return max(len(raw), num_bytes(self.store.decode(sample, raw)))
-            except DataError as found:
+            except DataError as problem:
                 if not self.skip_bad:
                     raise
-                error = found
+                error = problem
         assert error is not None
         raise error
 

@@ -140,10 +140,10 @@ class Shards(Store):
 
 
 def _matches(pattern: str) -> list[str]:
-    found = sorted(glob.glob(pattern, recursive=True)) if glob.has_magic(pattern) else [pattern]
-    if not found:
+    paths = sorted(glob.glob(pattern, recursive=True)) if glob.has_magic(pattern) else [pattern]
+    if not paths:
         raise DataError("no file matches", where=pattern, remedy="correct the path or glob")
-    return found
+    return paths
 
 
 def _number(content: memoryview) -> int:

@@ -54,18 +54,18 @@ def algorithms_of(form: Form, on_cpu: bool) -> tuple[str, ...]:
         return (PLAIN,)
     if on_cpu:
         return (FLASH, PLAIN) if dtype in _CPU_FLASH and width == values else (PLAIN,)
-    found = []
+    algorithms = []
     step = 8 if dtype in _HALVES else 4
     divides = width % step == values % step == 0
     if dtype in _HALVES and divides:
         if width == values <= _FLASH_WIDTH and not masked:
-            found.append(FLASH)
+            algorithms.append(FLASH)
         whole = queries % _CUDNN_LENGTH == keys % _CUDNN_LENGTH == 0
         if max(width, values) <= _CUDNN_WIDTH and whole and not shifted:
-            found.append(CUDNN)
+            algorithms.append(CUDNN)
     if divides and dtype in (*_HALVES, "float32"):
-        found.append(EFFICIENT)
-    return (*found, PLAIN)
+        algorithms.append(EFFICIENT)
+    return (*algorithms, PLAIN)
 
 
 class Band(NamedTuple):

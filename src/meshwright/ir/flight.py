@@ -187,10 +187,10 @@ def _groups(memory: Any) -> Iterable[Group]:
 def _events(memory: Any, names: Sequence[str], most: int) -> Iterable[Event]:
     (newest,) = struct.unpack_from("=Q", memory, NEWEST_AT)
     for number in range(max(1, newest - min(most, EVENTS) + 1), newest + 1):
-        begun_s, waits_s, done_s, sequence, num_bytes, signature, group, length, text, found = EVENT.unpack_from(
+        begun_s, waits_s, done_s, sequence, num_bytes, signature, group, length, text, stamp = EVENT.unpack_from(
             memory, event_at(number)
         )
-        if found == number and group < len(names):  # else a later event has taken its place meanwhile
+        if stamp == number and group < len(names):  # else a later event has taken its place meanwhile
             yield Event(
                 number=number, group=names[group], sequence=sequence, what=text[:length].decode(errors="replace"),
                 num_bytes=num_bytes, signature=signature, begun_s=begun_s, waits_s=waits_s, done_s=done_s,

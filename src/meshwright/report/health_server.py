@@ -72,14 +72,14 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(404, "text/plain", b"there are /health and /metrics\n")
             return
         try:
-            found = type(self).health()
+            health = type(self).health()
         except MeshwrightError as error:
             self._answer(503, "text/plain", f"{error}\n".encode())
             return
         if self.path == "/health":
-            self._answer(200, "application/json", msgspec.json.encode(found))
+            self._answer(200, "application/json", msgspec.json.encode(health))
         else:
-            self._answer(200, prometheus.CONTENT_TYPE, found.prometheus().encode())
+            self._answer(200, prometheus.CONTENT_TYPE, health.prometheus().encode())
 
     def _answer(self, code: int, kind: str, content: bytes) -> None:
         self.send_response(code)

@@ -58,36 +58,36 @@ def stages_timeline(trace: Trace, ranks: Sequence[int] = ()) -> Timeline:
     """The timeline of a trace with one rank for each pipeline stage. ``ranks`` has the stage of every rank of the
     layout; if it is given, a second view shows all ranks, which do what their stage does."""
     shifted = begun_at_zero(trace)
-    found = _Lanes(shifted.duration_s)
-    of_stage = {stage: found.add(shifted, stage) for stage in shifted.ranks}
+    drawing = _Lanes(shifted.duration_s)
+    of_stage = {stage: drawing.add(shifted, stage) for stage in shifted.ranks}
     rows = [Row(f"stage {stage}", ranks.index(stage) if ranks else stage, of_stage[stage]) for stage in shifted.ranks]
     views = [View("one rank of each stage", rows)]
     if len(ranks) > len(rows):
         each = [Row(f"rank {rank}", rank, of_stage[stage]) for rank, stage in enumerate(ranks)]
         views.append(View(f"all {len(ranks):,} ranks", each))
     label = f"timeline of {len(rows)} stage{'s' * (len(rows) > 1)}"
-    return Timeline(label, shifted.duration_s, found.names, found.lanes, views)
+    return Timeline(label, shifted.duration_s, drawing.names, drawing.lanes, views)
 
 
 def ranks_timeline(traces: Mapping[str, Trace]) -> Timeline:
     """The timeline of every rank of traces by name, such as predicted and measured. The traces of a rank stand one
     below the other, each from its own time 0."""
     drawn = {name: begun_at_zero(trace) for name, trace in traces.items()}
-    found = _Lanes(max((trace.duration_s for trace in drawn.values()), default=0.0))
+    drawing = _Lanes(max((trace.duration_s for trace in drawn.values()), default=0.0))
     of_rank: dict[int, list[Row]] = {}
     for name, trace in drawn.items():
         spans: dict[int, list[Span]] = {}
         for span in trace.spans:
             spans.setdefault(span.rank, []).append(span)
         for rank, own in spans.items():
-            lanes = found.add(msgspec.structs.replace(trace, spans=tuple(own), memory=()), rank)
+            lanes = drawing.add(msgspec.structs.replace(trace, spans=tuple(own), memory=()), rank)
             of_rank.setdefault(rank, []).append(Row(f"rank {rank} {name}", rank, lanes))
     rows = [row for rank in sorted(of_rank) for row in of_rank[rank]]
     views = [View(f"all {len(of_rank):,} ranks", rows)]
     if len(drawn) > 1:
         views += [View(f"only {name}", [row for row in rows if row.label.endswith(f" {name}")]) for name in drawn]
     label = f"timeline of {len(of_rank)} rank{'s' * (len(of_rank) != 1)}, {' over '.join(drawn)}"
-    return Timeline(label, found.duration_s, found.names, found.lanes, views)
+    return Timeline(label, drawing.duration_s, drawing.names, drawing.lanes, views)
 
 
 class _Lanes:

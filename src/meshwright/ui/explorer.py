@@ -161,8 +161,8 @@ class Explorer:
 
     def _chosen(self, question: Question, cluster: Cluster, result: SearchResult) -> Option:
         if question.layout:
-            found = {prediction.layout_words(option.setup): option for option in (*result.options, *result.front)}
-            return found.get(question.layout) or self._given(question, cluster)
+            by_words = {prediction.layout_words(option.setup): option for option in (*result.options, *result.front)}
+            return by_words.get(question.layout) or self._given(question, cluster)
         best = result.options[0] if result.options else result.nearest
         if best is None:
             raise LayoutError("there is no layout", where=question.model, remedy="take more devices")
