@@ -25,9 +25,9 @@ from meshwright.worked.alpa import (
     MEDIAN,
     PAIRS,
     WINNERS,
+    AlpaPair,
     Compared,
     Kind,
-    Pair,
     PlannerResult,
     lines_of,
     summary_of,
@@ -37,7 +37,7 @@ COMMAND = "make bench-alpa"
 KEPT = Path(__file__).parents[1] / "runs" / "alpa"
 
 
-def compared(pair: Pair) -> Compared:
+def compared(pair: AlpaPair) -> Compared:
     """The plans of a pair, from the files of this commit if they are there. Changed files have no commit of their
     own."""
     kept = KEPT / report.COMMIT / f"{pair.title}.json"

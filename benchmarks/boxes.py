@@ -30,7 +30,7 @@ from meshwright.ir.result import Check, Finding
 from meshwright.ir.statistics import ratio
 from meshwright.ops import collectives as operators
 from meshwright.runtime import launch
-from meshwright.runtime.between import OURS, Places, Sizes, boxes_of_world, sweeps
+from meshwright.runtime.between import OURS, MeasuredSizes, Places, boxes_of_world, sweeps
 from meshwright.runtime.measured import levels_of
 from meshwright.runtime.ranks import run_ranks
 from meshwright.schedules.collectives.choice import NATIVE, candidates, chosen, in_pieces
@@ -51,12 +51,14 @@ SLOW = 10
 UNEQUAL = (GBIT, GBIT, GBIT / 2, GBIT / 4)
 UNEQUAL_BYTES = 2**24
 SWEEPS = 5
-LINK_SIZES = Sizes(bytes=tuple(2**power for power in range(18, 27)), repeats=3, sweeps=1, operations=("all_reduce",))
+LINK_SIZES = MeasuredSizes(
+    bytes=tuple(2**power for power in range(18, 27)), repeats=3, sweeps=1, operations=("all_reduce",)
+)
 LINK_PREDICTED_SIZES = msgspec.structs.replace(LINK_SIZES, bytes=LINK_SIZES.bytes[:-1], sweeps=SWEEPS)
 LINK_PREDICTED = tuple(3 * 2**power for power in (18, 20, 22, 23))
 UNEQUAL_SIZES = msgspec.structs.replace(LINK_SIZES, bytes=LINK_SIZES.bytes[:-2], sweeps=SWEEPS)
 MEMORY_SIZES = msgspec.structs.replace(
-    Sizes(), bytes=Sizes().bytes[:-1], sweeps=10 * SWEEPS, operations=("all_reduce",)
+    MeasuredSizes(), bytes=MeasuredSizes().bytes[:-1], sweeps=10 * SWEEPS, operations=("all_reduce",)
 )
 MEMORY_PREDICTED = tuple(3 * 2**power for power in (10, 13, 17, 19, 21, 23))
 AGAIN = (2**15, 2**19, 2**21, 2**23)
@@ -76,7 +78,7 @@ class Found(msgspec.Struct, frozen=True):
 # --- on every rank ---------------------------------------------------------------------------------------------------
 
 
-def measure(table: Sizes, sizes: Sequence[int], crossing: bool) -> Found:
+def measure(table: MeasuredSizes, sizes: Sequence[int], crossing: bool) -> Found:
     """The table; and by turns, after each of its sweeps, every algorithm that may be taken, at other sizes; or,
     where ``crossing``, what is picked and a ring that leaves its box at every hop, ``ROUNDS`` times."""
     torch.set_num_threads(1)
@@ -246,7 +248,12 @@ def _check(target: str, right: bool, measured: str) -> Check:
 
 
 def _in_boxes(
-    boxes: tuple[int, ...], rates: tuple[float, ...], table: Sizes, sizes: Sequence[int], *, crossing: bool = False
+    boxes: tuple[int, ...],
+    rates: tuple[float, ...],
+    table: MeasuredSizes,
+    sizes: Sequence[int],
+    *,
+    crossing: bool = False,
 ) -> Found:
     with tempfile.TemporaryDirectory() as name:
         return run_in_boxes(

@@ -36,7 +36,7 @@ from meshwright.ir.statistics import median, ratio
 from meshwright.lower.plans import PlanLowering
 from meshwright.planner.foretell import foretell
 from meshwright.runtime import launch
-from meshwright.runtime.between import Sizes, between, boxes_of_world
+from meshwright.runtime.between import MeasuredSizes, between, boxes_of_world
 from meshwright.runtime.ranks import run_ranks
 
 COMMAND = "python -m benchmarks.codec_auto"
@@ -78,7 +78,7 @@ class Measured(msgspec.Struct, frozen=True):
     equal: bool
 
 
-def table_of(gbit: float) -> Sizes:
+def table_of(gbit: float) -> MeasuredSizes:
     """The collectives with which a link is measured."""
     sizes = tuple(size for size in SIZES if size <= LONGEST_S * gbit * 1e9 / 8)
     return msgspec.structs.replace(LINK_SIZES, bytes=sizes, most_s=0.5, operations=OPERATIONS)

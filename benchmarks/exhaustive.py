@@ -38,7 +38,7 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import RECOMPUTE, ZERO_STAGES, Layout, Recompute
 from meshwright.ir.layout_text import layout_text
-from meshwright.ir.level import Level, Member
+from meshwright.ir.level import Level, LevelMembers
 from meshwright.ir.part import part_of, pools_of
 from meshwright.ir.result import Check
 from meshwright.lower.plans import PlanLowering
@@ -129,7 +129,7 @@ def random_cluster(random: np.random.Generator) -> Cluster:
     )  # fmt: skip
     if len(levels) > 1 and random.random() < 0.75:
         devices = [cluster.device, slowed(cluster.device, random.uniform(1.2, 4.0))][:: random.choice([-1, 1])]
-        members = tuple(Member(count=1, device=device, levels=levels[:1]) for device in devices)
+        members = tuple(LevelMembers(count=1, device=device, levels=levels[:1]) for device in devices)
         levels = (msgspec.structs.replace(levels[-1], members=members),)
     count = int(np.prod(fan_outs))
     return msgspec.structs.replace(cluster, num_devices=count, levels=levels, collectives=(), open_ended=False)

@@ -31,7 +31,7 @@ from meshwright.ir.trace import Trace
 from meshwright.lower.plans import PlanLowering
 from meshwright.planner.foretell import foretell
 from meshwright.runtime import launch
-from meshwright.runtime.between import Sizes, between, boxes_of_world
+from meshwright.runtime.between import MeasuredSizes, between, boxes_of_world
 
 STEPS, WARMUP_STEPS = 21, 3
 LIMIT = 1.10
@@ -56,7 +56,7 @@ def exposed_s(trace: Trace) -> float:
     return min(one.exposed_s for one in summarize(trace))
 
 
-def measure(device: Cluster, layouts: Sequence[mw.Layout], table: Sizes) -> list[Exposed]:
+def measure(device: Cluster, layouts: Sequence[mw.Layout], table: MeasuredSizes) -> list[Exposed]:
     """Plan, simulate and run every layout; on every rank."""
     torch.set_num_threads(1)
     launch.start("cpu")

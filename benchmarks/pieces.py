@@ -33,7 +33,7 @@ from meshwright.ir.plan import starred
 from meshwright.ir.result import Check, Finding, Settings
 from meshwright.ir.statistics import ratio
 from meshwright.runtime import launch
-from meshwright.runtime.between import Sizes, between, boxes_of_world
+from meshwright.runtime.between import MeasuredSizes, between, boxes_of_world
 from tests.distributed.pool import Ranks
 
 COMMAND = "python -m benchmarks.pieces"
@@ -63,7 +63,7 @@ class Measured(msgspec.Struct, frozen=True):
 # --- on every rank ---------------------------------------------------------------------------------------------------
 
 
-def in_boxes(device: Cluster, table: Sizes, rounds: int) -> Measured:
+def in_boxes(device: Cluster, table: MeasuredSizes, rounds: int) -> Measured:
     """Measure the links, plan, and run every form."""
     torch.set_num_threads(1)
     launch.start("cpu")

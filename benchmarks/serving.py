@@ -43,8 +43,8 @@ from meshwright.serving.local import run_locally
 from meshwright.serving.on_ray import run_on_ray
 from meshwright.serving.plan import WorkflowPlan
 from meshwright.serving.profile import profile, with_profiles
-from meshwright.serving.simulate import Played, simulate
-from meshwright.serving.station import Job
+from meshwright.serving.simulate import PlayedItems, simulate
+from meshwright.serving.station import StationJob
 from meshwright.serving.workflow import Limits, Link, Operator, Source, Tier, Variant, Worker, Workflow
 from tests.pure.workflows import by_brute_force, every_plan_of_vqa, random_workflow
 
@@ -157,7 +157,7 @@ def emulated_findings(rounds: int) -> list[Finding]:
     """The published workflow in emulated boxes."""
     workflow = emulated_workflow()
     plan = plan_workflow(workflow).plan
-    return _rounds(EMULATED, Job(workflow=workflow, plan=plan, items=ITEMS, emulate=True), rounds)
+    return _rounds(EMULATED, StationJob(workflow=workflow, plan=plan, items=ITEMS, emulate=True), rounds)
 
 
 def model_findings(rounds: int) -> list[Finding]:
@@ -167,7 +167,7 @@ def model_findings(rounds: int) -> list[Finding]:
     rate = round(0.5 / workflow.operators[0].variants[0].seconds["core"], 1)
     sources = (msgspec.structs.replace(workflow.sources[0], rate_per_s=rate),)
     workflow = msgspec.structs.replace(workflow, sources=sources)
-    return _rounds(MODELS, Job(workflow=workflow, plan=choose(workflow), items=ITEMS), rounds)
+    return _rounds(MODELS, StationJob(workflow=workflow, plan=choose(workflow), items=ITEMS), rounds)
 
 
 def model_workflow(rate_per_s: float) -> Workflow:
@@ -201,7 +201,7 @@ def ray_findings(rounds: int) -> list[Finding]:
     )  # fmt: skip
     workflow = msgspec.structs.replace(workflow, operators=operators)
     plan = choose(workflow)
-    measured = run_on_ray(Job(workflow=workflow, plan=plan, items=ITEMS, emulate=True))
+    measured = run_on_ray(StationJob(workflow=workflow, plan=plan, items=ITEMS, emulate=True))
     predicted = simulate(workflow, plan, items=ITEMS)
     ratio = measured.percentile_s(99) / predicted.percentile_s(99)
     finished = sum(latency > 0 for latency in measured.latencies_s)
@@ -211,12 +211,12 @@ def ray_findings(rounds: int) -> list[Finding]:
     )]  # fmt: skip
 
 
-def _rounds(what: str, job: Job, rounds: int) -> list[Finding]:
+def _rounds(what: str, job: StationJob, rounds: int) -> list[Finding]:
     missing = why_not()
     played = [run_locally(job, emulate_links=not missing) for _ in range(rounds)]
     predicted = simulate(job.workflow, job.plan, items=job.items, arrivals=job.arrivals, seed=job.seed)
     place = what if not missing else f"{what.partition(', emulated')[0]}, no links ({missing})"
-    figures: dict[str, tuple[float, Callable[[Played], float]]] = {
+    figures: dict[str, tuple[float, Callable[[PlayedItems], float]]] = {
         "time between results": (MEAN_OFF, lambda one: 1 / one.throughput_per_s),
         "p99 latency": (P99_OFF, lambda one: one.percentile_s(99)),
         "p50 latency": (P99_OFF, lambda one: one.percentile_s(50)),
@@ -229,7 +229,7 @@ def _rounds(what: str, job: Job, rounds: int) -> list[Finding]:
 
 
 def _figure(
-    what: str, target: str, off: float, seconds: Sequence[float], predicted_s: float, job: Job, run: str
+    what: str, target: str, off: float, seconds: Sequence[float], predicted_s: float, job: StationJob, run: str
 ) -> Finding:
     """A predicted time beside the measured ones. Emulated workers wait and need no core of their own, so that their
     times are a check; the times of models are times."""

@@ -31,7 +31,7 @@ from meshwright.ir.device import Device
 from meshwright.ir.files import decode, encode_json
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout_text import layout_text
-from meshwright.ir.level import Level, Member
+from meshwright.ir.level import Level, LevelMembers
 from meshwright.ir.result import Scalar, Settings
 from meshwright.models import GPT, GPTConfig, language_model_loss
 from meshwright.runtime import launch
@@ -68,7 +68,9 @@ def cluster_of(*factors: float) -> Cluster:
     """Boxes of ranks that take these multiples of the time of a core."""
     known = (calibrated() or load_cluster("cpu-local")).resized(BOX)
 
-    members = tuple(Member(count=1, device=slowed(known.device, factor), levels=known.levels) for factor in factors)
+    members = tuple(
+        LevelMembers(count=1, device=slowed(known.device, factor), levels=known.levels) for factor in factors
+    )
     inside = known.levels[-1]
     between = Level(
         name="machine", fan_out=len(factors), alpha_s=inside.alpha_s, beta_s_per_byte=inside.beta_s_per_byte,

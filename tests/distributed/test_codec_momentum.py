@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.comm.coding import Coding
+from meshwright.comm.coding import CollectiveCoding
 from meshwright.comm.member import MeasuredCoding
 from meshwright.compress.select import share_of
 from meshwright.errors import LayoutError, PlanError
@@ -72,9 +72,9 @@ class Exchanges:
         self._accept()
         return [torch.cat(parts)]
 
-    def _coding(self, rank: int, num_ranks: int) -> Coding:
+    def _coding(self, rank: int, num_ranks: int) -> CollectiveCoding:
         before, state = self.states[rank], self.written[rank]
-        return Coding(self.text, before, state, self.steps, SHAPES, num_ranks, self.measured[rank])
+        return CollectiveCoding(self.text, before, state, self.steps, SHAPES, num_ranks, self.measured[rank])
 
     def _accept(self) -> None:
         self.states, self.written = self.written, self.states

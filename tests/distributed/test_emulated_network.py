@@ -25,7 +25,7 @@ from meshwright.errors import LaunchError, RankError
 from meshwright.ir.cluster import Cluster
 from meshwright.models import MLP, classification_loss
 from meshwright.runtime import calibrate
-from meshwright.runtime.between import Sizes
+from meshwright.runtime.between import MeasuredSizes
 from meshwright.runtime.calibrate import Effort
 from meshwright.schedules.collectives.choice import candidates, in_pieces
 from tests.distributed.oracle import TOLERANCE, error_of
@@ -86,7 +86,7 @@ def calibrated_there() -> tuple[Cluster | None, str, float, list[str]]:
     which all-reduces ran."""
     effort = Effort(
         laps=2, sides=(8, 16), flat_sides=(32, 64), elements=(2**14, 2**15), scale=0.1,
-        between=Sizes(bytes=(64, 4096), repeats=2, most_s=0.01),
+        between=MeasuredSizes(bytes=(64, 4096), repeats=2, most_s=0.01),
     )  # fmt: skip
     found = calibrate.measure(effort, lambda what: None)
     shared = from_rank_0(lambda: found)

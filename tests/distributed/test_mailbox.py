@@ -25,7 +25,7 @@ from meshwright.comm.mail import ZmqMailbox
 from meshwright.comm.mailbox import Letter, View
 from meshwright.comm.transport.zeromq import DTYPES
 from meshwright.comm.views import ViewLog
-from meshwright.emulation.network import LINK, EmulatedNetwork, Place, enter
+from meshwright.emulation.network import LINK, EmulatedNetwork, NetworkBox, enter
 from meshwright.errors import LaunchError, LostRankError, RankError
 from tests.distributed.pool import HOST, PRELOAD
 
@@ -627,7 +627,7 @@ def test_replicas_of_two_ranks_die_and_join_as_wholes(
 
 
 def live_in_a_box(
-    pipe: Connection, place: Place, index: int, name: str, names: list[str], body: Callable[..., Any]
+    pipe: Connection, place: NetworkBox, index: int, name: str, names: list[str], body: Callable[..., Any]
 ) -> None:
     torch.set_num_threads(1)
     try:

@@ -22,7 +22,7 @@ from meshwright.data.loaders import TensorLoader
 from meshwright.ir.copies import KEPT, SLOTS, STAGED, StateCopies
 from meshwright.ir.ledger import Ledger
 from meshwright.runtime import memory_copies
-from meshwright.runtime.kept_memory import VARIABLE, Slot, kept_memory, slots_of
+from meshwright.runtime.kept_memory import VARIABLE, MemorySlot, kept_memory, slots_of
 from meshwright.runtime.memory_copies import MemoryCopies
 from tests.distributed.pool import Ranks, RanksFailedError
 from tests.end_to_end.checkpoint_cases import a_batch, a_trainer, adamw
@@ -125,7 +125,7 @@ def begin_and_die(memories: list[str], layout: dict[str, Any]) -> None:
     copies.make(2)
     steps(trainer, own, 1)
     if trainer.rank == 1:
-        Slot.commit = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        MemorySlot.commit = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     copies.make(3)
     from_every_rank(0)
 

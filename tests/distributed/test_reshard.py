@@ -13,7 +13,7 @@ from meshwright.comm.backend import TOGETHER_BYTES  # and gives the collective o
 from meshwright.comm.groups import axis_groups, gather_whole
 from meshwright.ir.mesh import AxisGroup, Mesh
 from meshwright.ir.placement import Flat, Partial, Placement, Placements, Replicate, Shard
-from meshwright.ir.resharding import Link
+from meshwright.ir.resharding import AxisLink
 from meshwright.lower.reshard import Resharder, local_part
 from meshwright.ops import collectives
 from tests.distributed.pool import Ranks
@@ -81,7 +81,7 @@ def _reshard(
         return target(*args, **kwargs)
 
     wrong = []
-    links = {axis: Link() for axis in groups}
+    links = {axis: AxisLink() for axis in groups}
     for seed, have, want in cases:
         partial = [axis for axis, placement in have.items() if isinstance(placement, Partial)]
         op = next((p.op for p in have.values() if isinstance(p, Partial)), "sum")

@@ -23,7 +23,7 @@ from meshwright.comm.transport.base import MESSAGE_BYTES, Channel, Lane, Trouble
 from meshwright.comm.transport.point_to_point import PointToPoint, TorchLane
 from meshwright.comm.transport.progress import RankStreams
 from meshwright.comm.transport.shared_memory import SharedMemory
-from meshwright.comm.transport.stream import Stream
+from meshwright.comm.transport.stream import LaneChannel
 from meshwright.errors import LostRankError, RankError
 from meshwright.ops import collectives
 from tests.distributed.pool import Ranks, RanksFailedError
@@ -211,7 +211,7 @@ def _stream(kind: str, slots: int, sizes: tuple[int, ...]) -> bool:
     channel = (
         PointToPoint(_world(), 1 - me, progress)
         if kind == "point to point"
-        else Stream(_connected(slots), progress, me)
+        else LaneChannel(_connected(slots), progress, me)
     )
     into = [torch.empty(size, dtype=torch.int64) for size in sizes]
     works = [channel.receive(one, "early") for one in into[: len(into) // 2]]
@@ -242,7 +242,7 @@ def _between(kind: str, slots: int) -> list[int]:
         else:
             lane = SharedMemory.connect(_world().get_group_store(), "between", me, peer, 60.0, slots)
             assert lane is not None
-            found[peer] = Stream(lane, progress, me)
+            found[peer] = LaneChannel(lane, progress, me)
     number, large = torch.zeros(1, dtype=torch.int64), torch.arange(2 * MESSAGE_BYTES)
     if me == 1:
         heard = []
@@ -296,12 +296,12 @@ LARGE = 5 * MESSAGE_BYTES // 8
 """Elements of a tensor of which two slots hold less than half."""
 
 
-def _channels(monkeypatch: pytest.MonkeyPatch, peers: list[int]) -> dict[int, Stream]:
+def _channels(monkeypatch: pytest.MonkeyPatch, peers: list[int]) -> dict[int, LaneChannel]:
     """Streams with room for two messages; a rank that waits for 10 s fails."""
     monkeypatch.setattr(stream, "SLOTS", 2)
     found = groups.channels(peers)
     for one in found.values():
-        assert isinstance(one, Stream)
+        assert isinstance(one, LaneChannel)
         one._lane.timeout_s = 10.0
     return found  # type: ignore[return-value]
 

@@ -29,7 +29,7 @@ from meshwright.runtime.dry_run import Job, _world, rehearse
 from meshwright.runtime.fake_operators import DEVICE
 from meshwright.runtime.rehearsal import Rehearsal
 from meshwright.runtime.rehearsed_graphs import RehearsedGraphs
-from meshwright.schedules.rendezvous import Awaited, Started
+from meshwright.schedules.rendezvous import Awaited, StartedOperation
 from tests.distributed import oracle
 from tests.end_to_end import dry_run_cases
 
@@ -113,7 +113,7 @@ def check_gathers(ahead: int) -> int:
     assert not found.findings
     gathers, begun, ends, kernels = dict[int, int](), 0, list[int](), 0
     for entry in found.streams["step 2"]:
-        if isinstance(entry, Started) and "allgather" in entry.kind:
+        if isinstance(entry, StartedOperation) and "allgather" in entry.kind:
             gathers[entry.number] = begun
             begun += 1
         elif isinstance(entry, Awaited) and entry.number in gathers:

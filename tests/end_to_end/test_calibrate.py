@@ -31,7 +31,7 @@ from meshwright.lower.plans import PlanLowering
 from meshwright.models import MLP, classification_loss
 from meshwright.runtime import between, calibrate, calibrate_gpus, launch, memory
 from meshwright.runtime import device as devices
-from meshwright.runtime.between import Places, Sizes
+from meshwright.runtime.between import MeasuredSizes, Places
 from meshwright.runtime.calibrate import Effort
 from meshwright.runtime.machine import machine_name
 from meshwright.runtime.measured import Measured, made_cluster, stale
@@ -46,7 +46,7 @@ TINY = Effort(
     flat_sides=(32, 64),
     elements=(2**14, 2**15),
     scale=0.1,
-    between=Sizes(bytes=(64, 4096), repeats=2),
+    between=MeasuredSizes(bytes=(64, 4096), repeats=2),
 )
 
 
@@ -78,7 +78,7 @@ def test_of_sweeps_the_median_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(between, "_sweep", sweep)
     monkeypatch.setattr(between.dist, "get_rank", lambda: 0)
-    rows = between.between(Sizes(bytes=(64, 128), sweeps=3), Places(1, 1), lambda what: None)
+    rows = between.between(MeasuredSizes(bytes=(64, 128), sweeps=3), Places(1, 1), lambda what: None)
     assert {row.bytes: row.time_s for row in rows} == {64: 2.0, 128: 5.0}
 
 
@@ -509,7 +509,7 @@ def test_calibrated_gpus_are_the_boxes_of_a_larger_run() -> None:
 
 # --- GPUs, whose code runs on a CPU here ------------------------------------------------------------------------------
 
-FEW = calibrate_gpus.Effort(
+FEW = calibrate_gpus.GpuEffort(
     products=(Product(64, 64, 64), Product(32, 64, 16)), elements=(2**14,), lengths=(16, 32), heads=2, width=16,
     copied_bytes=2**12,
 )  # fmt: skip

@@ -6,10 +6,10 @@ from meshwright.ir.layout import Layout
 from meshwright.worked.alpa import (
     KINDS,
     PAIRS,
+    AlpaPair,
     Compared,
     Family,
     Kind,
-    Pair,
     PlannerResult,
     Published,
     Sizes,
@@ -24,7 +24,7 @@ from meshwright.worked.alpa import (
 
 def compared(predicted: dict[Kind, float], published: Published, devices: int = 8) -> Compared:
     """A pair whose predicted throughputs are given; planners that are left out find nothing."""
-    pair = Pair("gpt", "tiny", Sizes(2, 64, 2), devices, published)
+    pair = AlpaPair("gpt", "tiny", Sizes(2, 64, 2), devices, published)
     each = pair.flops / devices / 1e12
     found = {
         kind: PlannerResult(layout="dp8", step_s=each / predicted[kind])

@@ -11,7 +11,7 @@ from meshwright.errors import ClusterError
 from meshwright.ir.cluster import Cluster, CollectiveTiming
 from meshwright.ir.device import Device, Kernels
 from meshwright.ir.ledger import Ledger, RankEntry
-from meshwright.ir.level import Level, Member
+from meshwright.ir.level import Level, LevelMembers
 from meshwright.ir.summary import RankTimes
 
 CORE = Device(
@@ -98,7 +98,7 @@ def test_a_slower_level_slows_its_links_and_its_measured_collectives() -> None:
 
 def test_levels_of_members_are_slowed_too() -> None:
     inner = Level(name="box", fan_out=2, alpha_s=1e-5, beta_s_per_byte=1e-10)
-    members = (Member(levels=(inner,)), Member(device=CORE, levels=(inner,)))
+    members = (LevelMembers(levels=(inner,)), LevelMembers(device=CORE, levels=(inner,)))
     unlike = Cluster(
         name="two-boxes", num_devices=4, device=CORE,
         levels=(Level(name="rack", fan_out=2, alpha_s=1e-5, beta_s_per_byte=1e-10, members=members),),

@@ -14,7 +14,7 @@ from meshwright.cost.work import Communicate, Compute, Piece, StageWork, StepWor
 from meshwright.errors import ClusterError, LayoutError
 from meshwright.ir.cluster import Cluster, CollectiveTiming
 from meshwright.ir.device import Device
-from meshwright.ir.level import Level, Member
+from meshwright.ir.level import Level, LevelMembers
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.schedule import Schedule
 from meshwright.schedules.passes import add_communication, add_reduction
@@ -191,7 +191,7 @@ def test_groups_that_lie_unevenly_in_boxes_and_unlike_boxes_are_refused() -> Non
     links = Links(Fabric(three, Mesh.of(dp=3)))
     with pytest.raises(LayoutError, match="3 ranks lie unevenly in units of level 'box'"):
         links.collective("all_reduce", 1, (0, 1, 2))
-    members = (Member(count=1), Member(count=1, device=DEVICE))
+    members = (LevelMembers(count=1), LevelMembers(count=1, device=DEVICE))
     unlike = cluster(Level(name="box", fan_out=2, alpha_s=0.0, beta_s_per_byte=1e-6, members=members))
     with pytest.raises(ClusterError, match="between like units only"):
         Links(Fabric(unlike, Mesh.of(dp=2)))

@@ -25,7 +25,7 @@ from meshwright.planner.workspace import Choice
 from meshwright.schedules.collectives.operations import ALL_REDUCE, all_reduce
 from meshwright.worked import kept, planning, pruning
 from meshwright.worked.algorithms import executed
-from meshwright.worked.alpa import Pair, Sizes
+from meshwright.worked.alpa import AlpaPair, Sizes
 from meshwright.worked.divisions import every_division
 from meshwright.worked.line import compared, predicted
 
@@ -185,7 +185,7 @@ def every_pipeline(prices: StagePrices, devices: int, layer: int = 0) -> Iterato
 
 
 def test_pruning_finds_what_trying_every_pipeline_finds() -> None:
-    pair = Pair("gpt", "small", Sizes(8, 512, 8), 4, (None, None, None, None), batch=256)
+    pair = AlpaPair("gpt", "small", Sizes(8, 512, 8), 4, (None, None, None, None), batch=256)
     prices = pruning.prices_of(pair)
     best = min(sum(each) + (pruning.MICROBATCHES - 1) * max(each) for each in every_pipeline(prices, 4))
     whole, pruned = pruning.both(prices, 4)

@@ -21,14 +21,14 @@ from meshwright.planner.foretell import foretell
 from meshwright.planner.layout_search import Search
 from meshwright.planner.time_limit import TimeLimit
 from meshwright.worked import SEARCHED, Worked, alpa
-from meshwright.worked.alpa import Compared, Kind, Pair, PlannerResult
+from meshwright.worked.alpa import AlpaPair, Compared, Kind, PlannerResult
 
 Say = Callable[[str], None]
 _ORDER: tuple[Kind, ...] = ("both", "manual", "intra", "inter")
 """The joint search comes first, because the other searches reuse its prices of layers."""
 
 
-def recompute_alpa(name: str, pairs: Sequence[Pair] | None = None, began: Say = lambda what: None) -> Worked:
+def recompute_alpa(name: str, pairs: Sequence[AlpaPair] | None = None, began: Say = lambda what: None) -> Worked:
     """Compare predicted with published throughput of Alpa's four planners, for each pair of a model and a number of
     devices.
 
@@ -43,7 +43,7 @@ def recompute_alpa(name: str, pairs: Sequence[Pair] | None = None, began: Say = 
 
 
 @nothing_collected()
-def planned_pair(pair: Pair, began: Say = lambda what: None) -> Compared:
+def planned_pair(pair: AlpaPair, began: Say = lambda what: None) -> Compared:
     """The plans that the four planners make for one pair."""
     cluster = load_cluster(alpa.CLUSTER, pair.devices)
     limit = alpa.MEMORY * cluster.device.memory_bytes
@@ -76,7 +76,7 @@ def planned_pair(pair: Pair, began: Say = lambda what: None) -> Compared:
     return Compared(pair, results)
 
 
-def captured(pair: Pair) -> Graph:
+def captured(pair: AlpaPair) -> Graph:
     """The training step of a pair's model on a global batch, on the meta device."""
     model = model_of(pair)
     with torch.device("meta"):
@@ -88,7 +88,7 @@ def captured(pair: Pair) -> Graph:
         return capture(model, language_model_loss, {"tokens": tokens, "targets": tokens})
 
 
-def model_of(pair: Pair) -> nn.Module:
+def model_of(pair: AlpaPair) -> nn.Module:
     """The model of a pair on the meta device, as in Alpa's evaluation. GPT and mixtures of experts use float16,
     attention that stores its scores, and an output layer that is not tied to the embedding. Wide-ResNet uses
     float32."""

@@ -35,7 +35,7 @@ from meshwright.planner.explicit import adapt_plan
 from meshwright.planner.foretell import foretell
 from meshwright.runtime.dry_run import MOMENTS, Job, Rehearsed, rehearse
 from meshwright.runtime.optimizer import OptimizerFactory, check_factory
-from meshwright.schedules.rendezvous import Started, Stream, as_of, unmatched
+from meshwright.schedules.rendezvous import StartedOperation, Stream, as_of, unmatched
 
 CPU = torch.device("cpu")
 FEW_RANKS = 16
@@ -202,7 +202,7 @@ def _quiet(silent: bool) -> Iterator[None]:
 
 
 def _figures(found: Rehearsed, predicted_bytes: int) -> RankRun:
-    last = [entry for entry in found.streams.get(MOMENTS[-1], ()) if isinstance(entry, Started)]
+    last = [entry for entry in found.streams.get(MOMENTS[-1], ()) if isinstance(entry, StartedOperation)]
     return RankRun(
         rank=found.rank,
         peak_bytes=found.peak_bytes,
@@ -250,7 +250,7 @@ def _streams(found: Sequence[Rehearsed], plan: Plan) -> tuple[dict[str, dict[int
 def _sends_to_stages(found: Rehearsed, plan: Plan) -> bool:
     """Whether a rank sends messages only to the ranks with its own place in other stages."""
     linked = {rank for stage in range(plan.mesh.num_stages) for rank in plan.mesh.linked_ranks(found.rank, stage)}
-    entries = (entry for stream in found.streams.values() for entry in stream if isinstance(entry, Started))
+    entries = (entry for stream in found.streams.values() for entry in stream if isinstance(entry, StartedOperation))
     return all(message.peer in linked for entry in entries for message in entry.messages)
 
 

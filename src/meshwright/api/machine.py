@@ -163,7 +163,7 @@ def measure_machine(progress: Progress | None = None) -> Cluster | None:
 def measure_gpus(progress: Progress | None = None) -> Cluster | None:
     """Measure GPUs on every rank of a calibration. Return the cluster on rank 0, None on other ranks."""
     progress = progress or Silent()
-    measured = calibrate_gpus.measure(calibrate_gpus.Effort(), _told_once(progress))
+    measured = calibrate_gpus.measure(calibrate_gpus.GpuEffort(), _told_once(progress))
     progress.end()
     return gpu_cluster(measured) if measured is not None else None
 

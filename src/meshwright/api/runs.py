@@ -50,7 +50,7 @@ def verify_run(run: Run, steps: int, device: str, progress: Progress) -> tuple[V
     return verify(
         build.model(run),
         build.loss_function(run),
-        build.Source(run).example(),
+        build.DataSource(run).example(),
         run.layout.chosen(),
         optimizer=build.optimizer(run),
         max_grad_norm=run.train.max_grad_norm or None,
@@ -152,7 +152,7 @@ def _train(run: Run, progress: Progress, preemption: Preemption, stack: ExitStac
     stack.enter_context(launch.keeping_flights(directory / "ranks"))
     status.set("while reading the data")
     progress.begin("reading the data")
-    source = build.Source(run)
+    source = build.DataSource(run)
     status.set("while capturing and planning")
     progress.begin("capturing and planning")
     run = fitting(run, directory)

@@ -212,7 +212,7 @@ def timed_step(run: Run, base: int) -> Callable[[], object]:
 
 def prepared(run: Run, base: int) -> tuple[Trainer, Loader, Loader]:
     """A trainer with its training and held-out data. The held-out data and their batches are equal for all sizes."""
-    source = build.Source(msgspec.structs.replace(run, data=msgspec.structs.replace(run.data, batch_size=base)))
+    source = build.DataSource(msgspec.structs.replace(run, data=msgspec.structs.replace(run.data, batch_size=base)))
     whole = source.training()
     whole.resize(run.data.batch_size)
     trainer = api.trainer_of(run, next(iter(whole)))

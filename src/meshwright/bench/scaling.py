@@ -177,7 +177,7 @@ def _planned(run: Run, kind: str, counts: Sequence[int], grow: str, progress: Pr
 def measure(run: Run, repetitions: int, steps: int, threads: int) -> LaunchTimes:
     """Time the training step on this launch's ranks. On a single rank, also time plain eager PyTorch, in turns."""
     torch.set_num_threads(threads)
-    source = build.Source(run)
+    source = build.DataSource(run)
     batches = list(islice(source.training(), NUM_BATCHES))
     trainer = api.trainer_of(run, batches[0])
     sides = {OURS: _over(trainer.step, batches)}

@@ -13,8 +13,8 @@ from meshwright.report.serve_page import ServeFigure, render_serve
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from meshwright.serving.explain import Planned
-    from meshwright.serving.simulate import Played
+    from meshwright.serving.explain import PlannedWorkflow
+    from meshwright.serving.simulate import PlayedItems
     from meshwright.serving.workflow import Workflow
 
 group = typer.Typer(name="serve", help="Plan, simulate and run workflows of models on tiers of workers.")
@@ -109,7 +109,7 @@ def run(
     from meshwright.serving import simulate as room
 
     workflow, planned = _planned(target, accuracy, arrivals, seed)
-    job = station.Job(
+    job = station.StationJob(
         workflow=workflow, plan=planned.plan, items=items, arrivals=_arrivals(arrivals), seed=seed, emulate=emulate
     )
     with display.progress(f"running {items} items on {len(job.stations)} stations"):
@@ -187,7 +187,7 @@ def _arrivals(text: str) -> Literal["even", "poisson"]:
     return cast(Literal["even", "poisson"], text)
 
 
-def _planned(target: str, accuracy: float | None, arrivals: str, seed: int) -> "tuple[Workflow, Planned]":
+def _planned(target: str, accuracy: float | None, arrivals: str, seed: int) -> "tuple[Workflow, PlannedWorkflow]":
     import msgspec
 
     from meshwright.serving import explain, reading
@@ -208,8 +208,8 @@ def _command(name: str, target: str, accuracy: float | None, arrivals: str, seed
 
 
 def _write_page(
-    path: Path, workflow: "Workflow", planned: "Planned", predicted: "Played", measured: "Played | None", command: str,
-    notes: "Sequence[str]" = (),
+    path: Path, workflow: "Workflow", planned: "PlannedWorkflow", predicted: "PlayedItems",
+    measured: "PlayedItems | None", command: str, notes: "Sequence[str]" = (),
 ) -> None:  # fmt: skip
     from meshwright.serving import explain
 
@@ -217,7 +217,7 @@ def _write_page(
     display.write(path, render_serve(page).encode())
 
 
-def _print_plan(workflow: "Workflow", planned: "Planned") -> None:
+def _print_plan(workflow: "Workflow", planned: "PlannedWorkflow") -> None:
     from meshwright.serving import explain
 
     terminal, chosen = display.console(), planned.plan
@@ -250,7 +250,7 @@ def _print_figures(figures: "Sequence[ServeFigure]") -> None:
     display.console().print(table)
 
 
-def _print_workers(planned: "Planned", predicted: "Played", measured: "Played | None") -> None:
+def _print_workers(planned: "PlannedWorkflow", predicted: "PlayedItems", measured: "PlayedItems | None") -> None:
     titles = ("worker", "operator", "items/s", "planned", "simulated", *(("measured",) if measured else ()))
     table = display.table(titles, left=("worker", "operator"))
     for choice in planned.plan.choices:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.library import Library, fallthrough_kernel
 
 from meshwright.comm import halo, symmetric_memory
-from meshwright.comm.coding import Coding
+from meshwright.comm.coding import CollectiveCoding
 from meshwright.comm.collectives import Collectives
 from meshwright.comm.groups import carrier, collectives, process_group
 from meshwright.comm.member import GroupState, MeasuredCoding, member, naming, waiting
@@ -99,7 +99,7 @@ def all_reduce_start(
         value = value.contiguous()
     ranks = _ranks(group)
     if codec:
-        coding = Coding(
+        coding = CollectiveCoding(
             codec, before, state, _draw(draw, label), shapes_of(shapes), ranks.group.size(), ranks.coded(label)
         )
         by, ours, how = ranks.coded_carrier(algorithm, "all_reduce", value.nbytes, label)
@@ -170,7 +170,7 @@ def gather_parts_start(
             for where, row in zip(places, rows.split(counts, 1), strict=True):
                 where.copy_(row)
 
-        coding = Coding(codec, None, None, _draw(draw, label), (), size, ranks.coded(label))
+        coding = CollectiveCoding(codec, None, None, _draw(draw, label), (), size, ranks.coded(label))
         work = coding.all_gather(joined, rows, ours, *how)
         return ranks.in_flight(result, UnderWay(spread_all, joined, works=(work,)), "all_gather", label)
     by, how = ranks.carrier(algorithm, "all_gather", result.nbytes, label)
@@ -212,7 +212,7 @@ def reduce_to_parts_start(
     if codec:
         _, ours, how = ranks.coded_carrier(algorithm, "reduce_scatter", num_bytes, label)
         flat_shapes = [(row.numel(),) for row in rows]
-        coding = Coding(codec, before, state, _draw(draw, label), flat_shapes, size, ranks.coded(label))
+        coding = CollectiveCoding(codec, before, state, _draw(draw, label), flat_shapes, size, ranks.coded(label))
         work = coding.reduce_scatter(torch.cat(rows, 1), result, ours, *how)
         return ranks.in_flight(result, work, "reduce_scatter", label, num_bytes)
     by, how = ranks.carrier(algorithm, "reduce_scatter", num_bytes, label)

@@ -34,7 +34,7 @@ Sums: TypeAlias = Collectives | Native | Mpi
 """An object that adds up coded vectors: any object that runs dense all-reduces."""
 
 
-class Coding:
+class CollectiveCoding:
     """The coding of one collective.
 
     Args:

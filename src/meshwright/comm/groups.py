@@ -26,7 +26,7 @@ from meshwright.comm.transport.native import Native
 from meshwright.comm.transport.point_to_point import PointToPoint, TorchLane
 from meshwright.comm.transport.process import box
 from meshwright.comm.transport.shared_memory import SharedMemory
-from meshwright.comm.transport.stream import Stream
+from meshwright.comm.transport.stream import LaneChannel
 from meshwright.comm.watch import Key, Watch
 from meshwright.errors import MeshwrightError, RankError
 from meshwright.ir.amendment import Amendment, amended
@@ -240,7 +240,7 @@ def channels(peers: Iterable[int], device: torch.device = CPU) -> dict[int, Chan
     known, progress = member(world).channels, member(world).progress
     for peer, lane in _connected(world, "channel", wanted - set(known), stream.SLOTS).items():
         known[peer] = (
-            PointToPoint(world, peer, progress, culprit) if lane is None else Stream(lane, progress, world.rank())
+            PointToPoint(world, peer, progress, culprit) if lane is None else LaneChannel(lane, progress, world.rank())
         )
     return {peer: known[peer] for peer in wanted}
 

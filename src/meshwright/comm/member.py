@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.comm.attendance import Attendance
-from meshwright.comm.blocks import Blocks
+from meshwright.comm.blocks import BlockPool
 from meshwright.comm.collectives import Collectives
 from meshwright.comm.transport.base import Channel, Trouble
 from meshwright.comm.transport.mpi import Mpi
@@ -68,7 +68,7 @@ class GroupState:
         self.watch: Watch | None = None
         self.collectives: Collectives | None = None
         self.by_mpi: Mpi | None = None
-        self.blocks = Blocks()
+        self.blocks = BlockPool()
         self.channels: dict[int, Channel] = {}
         self.coded: dict[str, MeasuredCoding] = {}
         self.meshes: dict[Mesh, dict[str, AxisGroup]] = {}

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from meshwright.data.keeper import Keeper, free_bytes
-from meshwright.data.peers import Address, Begin, Peer, SampleServer
+from meshwright.data.peers import Address, Begin, SamplePeer, SampleServer
 from meshwright.data.prefetch import Ahead, Prefetcher, num_bytes, pinned
 from meshwright.data.rates import Rate
 from meshwright.data.stored import StoreLoader
@@ -124,7 +124,7 @@ class PrefetchLoader(StoreLoader):
         self.room = Room(memory_bytes - self.staging_bytes - batch_bytes, disk_bytes)
         self.shards, self.rooms, self.number = [shard[0]], [self.room], 0
         """The shard and the room of each rank that keeps samples, and the number of this rank among them."""
-        self._peers: dict[int, Peer] = {}
+        self._peers: dict[int, SamplePeer] = {}
         self._server: SampleServer | None = None
         self._keeper: Keeper | None = None
         self.placement: SamplePlacement | None = None
@@ -151,7 +151,9 @@ class PrefetchLoader(StoreLoader):
         self.number = list(everybody).index(self.introduce())
         self.shards = [other.shard for other in everybody]
         self.rooms = [Room(other.memory_bytes, other.disk_bytes) for other in everybody]
-        self._peers = {rank: Peer(rank, other.address) for rank, other in enumerate(everybody) if rank != self.number}
+        self._peers = {
+            rank: SamplePeer(rank, other.address) for rank, other in enumerate(everybody) if rank != self.number
+        }
         self._met.set()
 
     def _for_peer(self, sample: int, begin: Begin) -> tuple[Raw, int] | None:

@@ -63,7 +63,7 @@ class Store(ABC):
         """Describe the data in words: equal descriptions mean equal data, as far as can be told without reading it."""
 
 
-class Part(Store):
+class PartOfStore(Store):
     """Some samples of another store."""
 
     def __init__(self, store: Store, index: Indices) -> None:

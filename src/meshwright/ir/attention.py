@@ -27,7 +27,7 @@ BLOCK = {True: 512, False: 128}
 """The number of keys that a fused kernel computes at a time, on CPUs (True) and GPUs (False). It skips whole blocks."""
 
 
-class Form(NamedTuple):
+class AttentionForm(NamedTuple):
     """The properties of a call on which it depends which algorithms support it.
 
     ``width`` is the head size of queries and keys, ``values`` that of values. ``shifted``: the queries see a window of
@@ -44,7 +44,7 @@ class Form(NamedTuple):
 
 
 @lru_cache(maxsize=2**12)
-def algorithms_of(form: Form, on_cpu: bool) -> tuple[str, ...]:
+def algorithms_of(form: AttentionForm, on_cpu: bool) -> tuple[str, ...]:
     """The algorithms that support a call, the usual one first.
 
     The limits are those of PyTorch 2.13 (``sdp_utils.cpp``). Only ``plain`` draws the random numbers of dropout by

@@ -16,7 +16,7 @@ from meshwright.ir.operator_algorithm import FLOAT8, NATIVE, PIECES
 from meshwright.ir.pipeline import Pipeline
 from meshwright.ir.placement import Flat, Placement
 from meshwright.ir.precision import Precision
-from meshwright.ir.resharding import Link
+from meshwright.ir.resharding import AxisLink
 from meshwright.ir.schedule import ActionKind
 from meshwright.ir.stages import Cut, cut
 
@@ -124,7 +124,7 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     first: str = ""
     recompute: tuple[str, ...] = ()
     algorithms: dict[str, str] = {}
-    links: dict[str, Link] = {}
+    links: dict[str, AxisLink] = {}
     operator_algorithms: dict[str, str] = {}
     receivers: dict[ActionKind, tuple[int, ...]] = {}
 
@@ -180,7 +180,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     buckets: tuple[Bucket, ...] = ()
     gathers: tuple[Bucket, ...] = ()
     algorithms: dict[str, str] = {}
-    links: dict[str, Link] = {}
+    links: dict[str, AxisLink] = {}
     interiors: tuple[str, ...] = ()
     border_codec: str = ""
     prefetch: int = 1
@@ -214,7 +214,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         """The algorithms of the collectives of a stage, by axis."""
         return self.stages[stage].algorithms if self.uneven else self.algorithms
 
-    def links_of(self, stage: int) -> dict[str, Link]:
+    def links_of(self, stage: int) -> dict[str, AxisLink]:
         """The links that decide which resharding is cheapest in a stage, by axis."""
         return self.stages[stage].links if self.uneven else self.links
 

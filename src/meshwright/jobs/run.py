@@ -20,7 +20,7 @@ from meshwright.jobs.on_ray import OnRay
 from meshwright.jobs.order import Unit, before_units, chains, critical_path, is_chain, levels, units, worker_threads
 from meshwright.jobs.scheduler import Scheduler, Told
 from meshwright.jobs.simulate import lower_bound, makespan, simulate
-from meshwright.jobs.store import Store
+from meshwright.jobs.store import OutputStore
 from meshwright.runtime.lock import LAUNCHER, locked
 
 CarrierName = Literal["ray", "here"]
@@ -96,7 +96,7 @@ def outputs_of(directory: str | os.PathLike[str]) -> dict[str, dict[str, Path]]:
     """The file of every output of every vertex that has finished in the directory, by vertex and output, as in the last
     run that ran or reused the vertex. Of a directory it is the list of its files."""
     directory = Path(directory).absolute()
-    store = Store(directory / "objects")
+    store = OutputStore(directory / "objects")
     by_key: dict[tuple[str, str], Finished] = {}
     last: dict[str, Finished] = {}
     for event in _events(directory):

@@ -11,13 +11,13 @@ import msgspec
 
 from meshwright.errors import JobError
 from meshwright.ir.job_graph import CommandVertex, FunctionVertex, JobGraph, TrainVertex, Vertex, file_of
-from meshwright.jobs.assignment import Assignment, Given, Outcome, Pipe, Task
+from meshwright.jobs.assignment import Given, Outcome, Pipe, Task, UnitAssignment
 from meshwright.jobs.carrier import Carrier
 from meshwright.jobs.code import vertex_digest
 from meshwright.jobs.journal import Failed, Finished, Journal, Opened, Published, Reused, Started
 from meshwright.jobs.order import Unit, before_units, remaining_s, topological, units
-from meshwright.jobs.placement import Free, Slot, could_run, next_starts
-from meshwright.jobs.store import DamagedError, Store, Stored, outside
+from meshwright.jobs.placement import Free, NodeSlot, could_run, next_starts
+from meshwright.jobs.store import DamagedError, OutputStore, Stored, outside
 from meshwright.jobs.training import Training, run_of
 
 log = logging.getLogger("meshwright")
@@ -44,7 +44,7 @@ class Scheduler:
         self._tell = tell
         self._units = units(graph)
         self._left_s = remaining_s(before_units(self._units), seconds)
-        self._store = Store(directory / "objects")
+        self._store = OutputStore(directory / "objects")
         self._journal = Journal(directory)
         self._known = {(e.vertex, e.key): e for e in self._journal.events if isinstance(e, Finished)}
         self._attempts: dict[str, int] = {}
@@ -53,7 +53,7 @@ class Scheduler:
                 self._attempts[event.unit] = event.attempt
         self._digests = {name: vertex_digest(vertex, folder) for name, vertex in graph.vertices.items()}
         self._free = Free(carrier.nodes())
-        self._running: dict[str, tuple[Slot, dict[str, str]]] = {}
+        self._running: dict[str, tuple[NodeSlot, dict[str, str]]] = {}
         self._died: dict[str, int] = {}
         self._spoiled: dict[str, int] = {}
         self._looked_up: set[str] = set()
@@ -138,7 +138,7 @@ class Scheduler:
             keys[name] = hashlib.sha256(parts).hexdigest()
         return keys
 
-    def _start(self, unit: Unit, slot: Slot) -> None:
+    def _start(self, unit: Unit, slot: NodeSlot) -> None:
         attempt = self._attempts[unit.name] = self._attempts.get(unit.name, 0) + 1
         keys = self._keys(unit)
         self._journal.write(Started(time_s=time.time(), unit=unit.name, attempt=attempt, node=slot.node))
@@ -149,7 +149,7 @@ class Scheduler:
             if writer in unit.members
         )
         self._carrier.start(
-            Assignment(
+            UnitAssignment(
                 unit=unit.name, attempt=attempt, folder=str(self._folder), store=str(self._store.root), pipes=pipes,
                 tasks=tuple(self._task(name, attempt, keys[name]) for name in unit.members),
             ),
@@ -300,7 +300,7 @@ class Scheduler:
         )
 
 
-def publish(store: Store, stored: Stored, path: Path) -> None:
+def publish(store: OutputStore, stored: Stored, path: Path) -> None:
     """Copy an output to a path outside, in place of what is there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f".{path.name}.new")

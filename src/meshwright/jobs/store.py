@@ -33,7 +33,7 @@ class DamagedError(Exception):
         self.stored = stored
 
 
-class Store:
+class OutputStore:
     """A directory of stored outputs. Several processes may use it at the same time."""
 
     def __init__(self, root: Path) -> None:

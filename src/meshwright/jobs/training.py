@@ -103,7 +103,7 @@ def _export(run: Run, directory: Path, path: Path) -> None:
     from meshwright import api, build
     from meshwright.ir.layout import Layout
 
-    trainer = api.trainer_of(run, next(iter(build.Source(run).training())), Layout())
+    trainer = api.trainer_of(run, next(iter(build.DataSource(run).training())), Layout())
     trainer.load_latest(directory / "checkpoints")
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in trainer.full_state_dict().items()}
     if path.suffix == ".safetensors":

@@ -21,7 +21,7 @@ from meshwright.ir.placement import (
     local_shape,
     unflattened,
 )
-from meshwright.ir.resharding import Link, Mover, ReshardingMove
+from meshwright.ir.resharding import AxisLink, Mover, ReshardingMove
 from meshwright.ops import collectives
 
 aten = torch.ops.aten
@@ -34,7 +34,7 @@ when it is resumed. It returns the resharded node."""
 class Resharder:
     """Emits the calls of reshardings into the graph of one rank."""
 
-    def __init__(self, emit: Emit, groups: dict[str, AxisGroup], links: Mapping[str, Link] | None = None) -> None:
+    def __init__(self, emit: Emit, groups: dict[str, AxisGroup], links: Mapping[str, AxisLink] | None = None) -> None:
         self._emit = emit
         self._groups = groups
         self._sizes, self._at = sizes_of(groups)

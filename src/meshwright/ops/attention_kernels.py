@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import PlanError
-from meshwright.ir.attention import CUDNN, EFFICIENT, FLASH, PLAIN, Band, Form, algorithms_of
+from meshwright.ir.attention import CUDNN, EFFICIENT, FLASH, PLAIN, AttentionForm, Band, algorithms_of
 from meshwright.ops.attention_fused import (
     cudnn,
     cudnn_backward,
@@ -47,7 +47,7 @@ def _kernels(
 ) -> tuple[_Kernel, _Kernel]:
     on_cpu, dtype = query.device.type == "cpu", str(query.dtype).removeprefix("torch.")
     lengths = query.shape[2], key.shape[2]
-    form = Form(dtype, query.shape[3], value.shape[3], *lengths, dropout > 0, mask is not None, shifted)
+    form = AttentionForm(dtype, query.shape[3], value.shape[3], *lengths, dropout > 0, mask is not None, shifted)
     served = algorithms_of(form, on_cpu)
     if algorithm and algorithm not in served:
         raise PlanError(

@@ -22,7 +22,7 @@ from meshwright.ops.base import Call, Local, OperatorRule, Value
 from meshwright.ops.borders import Borders
 from meshwright.ops.convolution_algorithms import INPUT, WEIGHT, emit_convolution, emit_gradient, emit_gradients
 from meshwright.ops.halo import Side, Window, each, fetch, give_back, split_sides, windows, without
-from meshwright.ops.space import Space
+from meshwright.ops.space import SpatialDims
 
 aten = torch.ops.aten
 
@@ -86,7 +86,7 @@ def _rule(call: Call, given: tuple[Any, ...], source: Tensor, weight: Tensor, ou
     """Return the rule of a pattern in which ``{source}``, ``{weight}`` and ``{output}`` stand for the operands."""
     kernel = weight.shape[2:]
     settings = _Settings.of(given, kernel)
-    space = Space.of(source.shape, output.shape, [not window.alone for window in settings.windows])
+    space = SpatialDims.of(source.shape, output.shape, [not window.alone for window in settings.windows])
     c, f, filters = settings.channels()
     filters += "".join(f" !{name}" for name in {1: "q", 2: "pq", 3: "rpq"}[len(kernel)])
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshwright.ir.operator_algorithm import NATIVE
 from meshwright.ops.base import Local, Value
-from meshwright.ops.convolution_kernels import Settings, compute, parts
+from meshwright.ops.convolution_kernels import ConvolutionSettings, compute, parts
 from meshwright.ops.library import define
 
 aten = torch.ops.aten
@@ -40,10 +40,10 @@ def _result_shape(
     return [images[0], weight[1] * groups if transposed else weight[0], *spatial]
 
 
-def _settings(rest: Sequence[Any]) -> Settings:
+def _settings(rest: Sequence[Any]) -> ConvolutionSettings:
     """The settings of two spatial dims. With one spatial dim, the image is one row."""
     stride, padding, dilation = ((neutral, *given)[-2:] for given, neutral in zip(rest[:3], (1, 0, 1), strict=True))
-    return Settings(stride, padding, dilation, rest[5])
+    return ConvolutionSettings(stride, padding, dilation, rest[5])
 
 
 @torch.no_grad()

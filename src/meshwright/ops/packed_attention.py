@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.ir.attention import FLASH, Band, Form, algorithms_of
+from meshwright.ir.attention import FLASH, AttentionForm, Band, algorithms_of
 from meshwright.ir.rule import Rule
 from meshwright.ops.attention_kernels import attention, attention_backward
 from meshwright.ops.attention_scores import Settings, plain, plain_backward
@@ -29,7 +29,7 @@ ours = torch.ops.meshwright
 
 def _is_flash(query: Tensor, value: Tensor) -> bool:
     dtype = str(query.dtype).removeprefix("torch.")
-    return FLASH in algorithms_of(Form(dtype, query.shape[2], value.shape[2], len(query), len(query)), False)
+    return FLASH in algorithms_of(AttentionForm(dtype, query.shape[2], value.shape[2], len(query), len(query)), False)
 
 
 def _window(causal: bool, window: int) -> dict[str, int]:

@@ -27,7 +27,7 @@ from meshwright.ops.base import (
 )
 from meshwright.ops.halo import Side, Window, each, fetch, give_back, split_sides, windows, without
 from meshwright.ops.patterns import letters, operand
-from meshwright.ops.space import SPACE, Space, image_and_output, is_gradient, largest_flops, space_rank
+from meshwright.ops.space import SPACE, SpatialDims, image_and_output, is_gradient, largest_flops, space_rank
 
 aten = torch.ops.aten
 
@@ -39,7 +39,7 @@ def pool_rule(call: Call) -> Rule:
     window lies inside a part."""
     maxima, adaptive, rank = "max" in str(call.target), "adaptive" in str(call.target), space_rank(call.target)
     halos = [False] * rank if adaptive else [not window.alone for window in _Pool.of(call).windows]
-    space = Space.of(*image_and_output(call), halos, contiguous=maxima, equal=adaptive)
+    space = SpatialDims.of(*image_and_output(call), halos, contiguous=maxima, equal=adaptive)
     return space.spatial_rule(call, linear=is_gradient(call.target) or not maxima)
 
 
@@ -278,7 +278,7 @@ def adaptive_max_backward_local(local: Local) -> Any:
 
 def unpool_rule(call: Call) -> Rule:
     """``^n c !y !x, n c !y !x -> n c !y1 !x1``: positions are in the whole result, so space stays whole."""
-    space = Space()
+    space = SpatialDims()
     for index, name in enumerate(SPACE[space_rank(call.target)]):
         dim = index - space_rank(call.target)
         space.whole(name, (call.tensors[0].shape[dim], call.outputs[0].shape[dim]))

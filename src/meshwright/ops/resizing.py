@@ -18,7 +18,7 @@ from meshwright.ir.rule import Rule
 from meshwright.ops.base import Call, Local, OperatorRule, Target, Value, arguments, with_gradients
 from meshwright.ops.halo import Side, Window, split_side, split_sides
 from meshwright.ops.patterns import letters
-from meshwright.ops.space import SPACE, Space, both, image_and_output, largest_flops, space_rank
+from meshwright.ops.space import SPACE, SpatialDims, both, image_and_output, largest_flops, space_rank
 
 aten = torch.ops.aten
 
@@ -87,7 +87,7 @@ def _pad_window(amount: Rows) -> Window:
 def constant_pad_rule(call: Call) -> Rule:
     """``n c ~y ~x -> n c ~y1 ~x1``: a part of a padded dim begins and ends at other rows than a part of the image."""
     source, output = call.tensors[0], call.outputs[0]
-    space, names = Space(), letters(source.dim())
+    space, names = SpatialDims(), letters(source.dim())
     for dim, amount in enumerate(_amounts(call.args[1], source.dim())):
         if any(amount):
             name = _FROM_THE_BACK[source.dim() - 1 - dim]
@@ -120,7 +120,7 @@ def constant_pad_local(local: Local) -> Any:
 def image_pad_rule(call: Call) -> Rule:
     """``^n c ~y ~x -> n c ~y1 ~x1``: rows beyond the border repeat rows of the image."""
     amounts = _amounts(arguments(call)["padding"], space_rank(call.target))
-    return Space.of(*image_and_output(call), [any(amount) for amount in amounts]).spatial_rule(call, linear=True)
+    return SpatialDims.of(*image_and_output(call), [any(amount) for amount in amounts]).spatial_rule(call, linear=True)
 
 
 def _sources(rows: Rows, length: int, reflects: bool) -> Rows:
@@ -187,7 +187,7 @@ def resize_rule(call: Call) -> Rule:
     """``^n c ~y ~x -> n c ~y1 ~x1``; a split needs whole factors (nearest) or ``align_corners=False`` (others)."""
     given, rank, nearest = arguments(call), space_rank(call.target), "nearest" in str(call.target)
     image, output = image_and_output(call)
-    space = Space()
+    space = SpatialDims()
     for index, (name, scale) in enumerate(zip(SPACE[rank], _scales(given), strict=True)):
         large, small = image[index - rank], output[index - rank]
         whole_factor = large % small == 0 or small % large == 0
@@ -254,7 +254,7 @@ def resize_backward_local(local: Local) -> Any:
 def smooth_rule(call: Call) -> Rule:
     """``^n c !y !x -> n c !y1 !x1``, or the reverse: other kinds of resizing, of which space stays whole."""
     rank, (image, output) = space_rank(call.target), image_and_output(call)
-    space = Space()
+    space = SpatialDims()
     for index, name in enumerate(SPACE[rank]):
         space.whole(name, (image[index - rank], output[index - rank]))
     return space.spatial_rule(call, linear=True)

@@ -41,7 +41,7 @@ def largest_flops(call: Call, rule: Rule | None) -> float:
 
 
 @dataclass
-class Space:
+class SpatialDims:
     """Spatial dims in a pattern: the dims of the image (``left``) and of the output computed from it (``right``)."""
 
     left: list[str] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Space:
     def of(
         cls, image: Sequence[int], output: Sequence[int], halos: Sequence[bool], *, contiguous: bool = False,
         equal: bool = False,
-    ) -> "Space":  # fmt: skip
+    ) -> "SpatialDims":  # fmt: skip
         """Return the spatial dims of an image and a result. ``halos`` says whether splitting each dim needs a halo."""
         result = cls()
         for index, (name, halo) in enumerate(zip(SPACE[len(halos)], halos, strict=True)):

@@ -13,7 +13,7 @@ from meshwright.ir.rule import Rule
 from meshwright.ops.base import Call, Local, OperatorRule, arguments, make_rule
 from meshwright.ops.halo import Side, Window, each, fetch, give_back, split_sides, windows, without
 from meshwright.ops.patterns import letters, normalize_dim, operand
-from meshwright.ops.space import Space, largest_flops
+from meshwright.ops.space import SpatialDims, largest_flops
 
 aten = torch.ops.aten
 
@@ -42,7 +42,7 @@ def unfold_rule(call: Call) -> Rule:
         return f"^{columns} -> {folded}" if back else f"^{folded} -> {columns}"
 
     sizes = {"p": kernel[0], "q": kernel[1], "y1": counts[0], "x1": counts[1], "y": image[0], "x": image[1]}
-    return Space.of(image, counts, [True, True]).rule(call, pattern, **sizes)
+    return SpatialDims.of(image, counts, [True, True]).rule(call, pattern, **sizes)
 
 
 def _settings(given: dict[str, Any], sides: Sequence[Side]) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from meshwright.ir.trace import Trace
 from meshwright.schedules.pipeline import schedule_of
 from meshwright.simulate.engine import play
 from meshwright.simulate.faults import Faults
-from meshwright.simulate.played import Played
+from meshwright.simulate.played import PlayedStep
 
 
 class Foretold(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +29,7 @@ class Foretold(msgspec.Struct, frozen=True, kw_only=True):
 
     digest: str
     work: StepWork
-    played: Played
+    played: PlayedStep
     memory: tuple[RankMemory, ...]
     device_bytes: tuple[int, ...]
     room_bytes: tuple[int, ...]

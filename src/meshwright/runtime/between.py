@@ -49,7 +49,7 @@ Call = Callable[[], object]
 _Pair = tuple[str, Channel | None, bool]
 
 
-class Sizes(msgspec.Struct, frozen=True):
+class MeasuredSizes(msgspec.Struct, frozen=True):
     """The messages and the collective ``operations`` to measure, at each of the sizes ``bytes``. All sizes are measured
     in each of ``sweeps`` passes. In a pass, a size is timed in at most ``repeats`` blocks of calls, for about
     ``most_s`` seconds. The result is the median over the passes. Passes are separated in time, because the load of
@@ -96,14 +96,16 @@ def boxes_of_world() -> Places:
     return Places(len(boxes), each)
 
 
-def between(sizes: Sizes, places: Places, advance: Advance, device: torch.device = CPU) -> list[CollectiveTiming]:
+def between(
+    sizes: MeasuredSizes, places: Places, advance: Advance, device: torch.device = CPU
+) -> list[CollectiveTiming]:
     """Measure messages and collectives of tensors on ``device`` at every level. Every rank must call it."""
     *_, rows = sweeps(sizes, places, advance, device)
     return rows
 
 
 def sweeps(
-    sizes: Sizes, places: Places, advance: Advance, device: torch.device = CPU
+    sizes: MeasuredSizes, places: Places, advance: Advance, device: torch.device = CPU
 ) -> Iterator[list[CollectiveTiming]]:
     """After each sweep, yield all rows, each with the median of its times so far. Every rank must call it."""
     seconds: dict[CollectiveTiming, list[float]] = {}
@@ -117,7 +119,7 @@ def sweeps(
 
 
 def _sweep(
-    sizes: Sizes, memory: Tensor, pairs: Sequence[_Pair], groups: Sequence[_Group], advance: Advance,
+    sizes: MeasuredSizes, memory: Tensor, pairs: Sequence[_Pair], groups: Sequence[_Group], advance: Advance,
     settle: Call,
 ) -> Iterator[CollectiveTiming]:  # fmt: skip
     for level, channel, first in pairs:
@@ -167,8 +169,8 @@ def _groups(places: Places, rank: int, device: torch.device) -> Iterator[_Group]
 
 
 def _by_size(
-    level_group: _Group, operation: Operation, names: tuple[str, ...], sizes: Sizes, memory: Tensor, advance: Advance,
-    settle: Call,
+    level_group: _Group, operation: Operation, names: tuple[str, ...], sizes: MeasuredSizes, memory: Tensor,
+    advance: Advance, settle: Call,
 ) -> Iterator[CollectiveTiming]:  # fmt: skip
     """Yield a row for every algorithm and size. Algorithms that cut vectors into pieces are measured only with long
     vectors. Algorithms that were far slower than the fastest (``HOPELESS``) are not measured with longer vectors."""
@@ -220,7 +222,7 @@ def _collective(operation: Operation, group: AxisGroup, value: Tensor) -> Call:
     return calls[operation]
 
 
-def _in_step(call: Call, sizes: Sizes, settle: Call) -> float:
+def _in_step(call: Call, sizes: MeasuredSizes, settle: Call) -> float:
     """Time a call that all ranks repeat together, and return its seconds. The call itself must wait for the other
     ranks. ``settle`` waits for the device. The result is the median over blocks of calls, on the slowest rank."""
     call()

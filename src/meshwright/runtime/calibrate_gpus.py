@@ -21,7 +21,7 @@ from meshwright.ir.cluster import CollectiveTiming
 from meshwright.ir.kernel import Product
 from meshwright.runtime import device as devices
 from meshwright.runtime import launch
-from meshwright.runtime.between import Places, Sizes, between, boxes_of_world
+from meshwright.runtime.between import MeasuredSizes, Places, between, boxes_of_world
 from meshwright.runtime.measured import Measured
 from meshwright.runtime.probes import attention_probes, memory_probes
 
@@ -32,7 +32,7 @@ TINY_CALLS = 400
 COPIED_BYTES = 2**28
 
 
-class Effort(msgspec.Struct, frozen=True):
+class GpuEffort(msgspec.Struct, frozen=True):
     """The sizes to measure. ``products`` are measured in each of ``dtypes``, the largest first; ``elements`` of kernels
     bound by memory; ``lengths`` of sequences of attention, which has ``heads`` heads of ``width`` features."""
 
@@ -48,7 +48,7 @@ class Effort(msgspec.Struct, frozen=True):
     heads: int = 16
     width: int = 128
     copied_bytes: int = COPIED_BYTES
-    between: Sizes = Sizes(bytes=(64, *(2**power for power in range(12, 29, 2))), sweeps=2)
+    between: MeasuredSizes = MeasuredSizes(bytes=(64, *(2**power for power in range(12, 29, 2))), sweeps=2)
 
 
 class ProductTime(msgspec.Struct, frozen=True):
@@ -78,7 +78,7 @@ class MeasuredGpu(msgspec.Struct, kw_only=True):
     places: Places = Places(1, 1)
 
 
-def measure(effort: Effort, advance: Advance, device: torch.device | str | None = None) -> MeasuredGpu | None:
+def measure(effort: GpuEffort, advance: Advance, device: torch.device | str | None = None) -> MeasuredGpu | None:
     """Measure; return the measurements on rank 0, and None on other ranks. Every rank must call this."""
     own = launch.start(device)
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -94,7 +94,7 @@ def measure(effort: Effort, advance: Advance, device: torch.device | str | None 
     return measured
 
 
-def _own(effort: Effort, advance: Advance, device: torch.device) -> MeasuredGpu:
+def _own(effort: GpuEffort, advance: Advance, device: torch.device) -> MeasuredGpu:
     clock = devices.Stopwatch(device)
     with device:
         probes = [*attention_probes(effort.lengths, effort.heads, effort.width), *memory_probes(effort.elements)]
@@ -151,7 +151,9 @@ def _launches(clock: devices.Stopwatch) -> tuple[float, float]:
     return statistics.median(device), statistics.median(host)
 
 
-def _copies(effort: Effort, clock: devices.Stopwatch, device: torch.device) -> tuple[float, tuple[float, float], float]:
+def _copies(
+    effort: GpuEffort, clock: devices.Stopwatch, device: torch.device
+) -> tuple[float, tuple[float, float], float]:
     """The bytes per second of a copy on the device (read and written), those from and to the host, and the factor by
     which a product takes longer beside such a copy."""
     kind = devices.device_kind(device)

@@ -30,7 +30,7 @@ _LOOK_AT_DEVICE = (
 )
 
 
-class Holder(Protocol):
+class MemoryHolder(Protocol):
     """The parts of a trainer that hold memory of a device. ``smaller`` names the smallest change of the plan that needs
     so many bytes less; empty if there is none. It is None if nobody knows the plan's costs."""
 
@@ -48,7 +48,7 @@ class Holder(Protocol):
 
 
 @contextmanager
-def explained(trainer: Holder) -> Iterator[None]:
+def explained(trainer: MemoryHolder) -> Iterator[None]:
     """Raise errors of the device within a step as a DeviceMemoryError, which names what holds the memory, or as a
     DeviceError."""
     try:
@@ -63,7 +63,7 @@ def explained(trainer: Holder) -> Iterator[None]:
         raise _failed(trainer, match[1].strip()) from error
 
 
-def holders(trainer: Holder) -> dict[str, int]:
+def holders(trainer: MemoryHolder) -> dict[str, int]:
     """The bytes of memory that each kind of tensor holds on the device, the largest first. A storage counts once, for
     the first kind that holds it."""
     optimizer, executor = trainer._optimizer, trainer.executor
@@ -98,7 +98,7 @@ def _bytes_of(values: Iterable[object], seen: set[int]) -> int:
     return total
 
 
-def _full(trainer: Holder, text: str) -> DeviceMemoryError:
+def _full(trainer: MemoryHolder, text: str) -> DeviceMemoryError:
     held = holders(trainer)
     wanted, free = _parsed(_ASKED, text), _parsed(_FREE, text)
     asks = f" for {size(wanted)} more" if wanted else ""
@@ -119,7 +119,7 @@ def _parsed(pattern: re.Pattern[str], text: str) -> int:
     return round(float(match[1]) * _UNITS[match[2]]) if match is not None else 0
 
 
-def _failed(trainer: Holder, text: str) -> DeviceError:
+def _failed(trainer: MemoryHolder, text: str) -> DeviceError:
     if any(mark in text for mark in _OUT_OF_BOUNDS):
         problem = f"a kernel read or wrote out of bounds ({text})"
         remedy = _LOOK_AT_BATCH
@@ -128,5 +128,5 @@ def _failed(trainer: Holder, text: str) -> DeviceError:
     return DeviceError(problem, where=_place(trainer), remedy=remedy)
 
 
-def _place(trainer: Holder) -> str:
+def _place(trainer: MemoryHolder) -> str:
     return f"rank {trainer.rank}, {trainer.device}, step {trainer.step_number + 1}"

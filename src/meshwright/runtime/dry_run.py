@@ -19,7 +19,7 @@ from meshwright.runtime.optimizer import OptimizerFactory
 from meshwright.runtime.rehearsal import SET_UP, Rehearsal, failed_at
 from meshwright.runtime.rehearsed_kind import RehearsedKind
 from meshwright.runtime.trainer import Replan, Trainer
-from meshwright.schedules.rendezvous import Awaited, Started
+from meshwright.schedules.rendezvous import Awaited, StartedOperation
 from meshwright.torch_private import FakeStore
 
 MOMENTS = (SET_UP, "step 1", "step 2")
@@ -31,7 +31,7 @@ class Rehearsed(NamedTuple):
 
     rank: int
     findings: Sequence[Finding]
-    streams: dict[str, list[Started | Awaited]]
+    streams: dict[str, list[StartedOperation | Awaited]]
     peak_bytes: int
     held_bytes: int
 

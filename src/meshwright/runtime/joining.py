@@ -26,9 +26,9 @@ from meshwright.ir.plan import Plan
 from meshwright.runtime import launch, worlds
 from meshwright.runtime.hosting import maker, states_of
 from meshwright.runtime.replica import (
-    Connection,
     FlatParameters,
     Replica,
+    ReplicaConnection,
     awaited,
     check_equal,
     check_like_first,
@@ -84,7 +84,7 @@ def join(trainer: Trainer, place: World) -> None:
         check_equal(store, place, trainer.rank, said)
     else:
         check_like_first(store, place, trainer.rank, said)
-    connection = Connection(rule, place, trainer.rank, life)
+    connection = ReplicaConnection(rule, place, trainer.rank, life)
     make = maker(trainer.optimizer, trainer.parameters.trainable) if isinstance(rule, Server) else None
     trainer.replica = Replica(place, flat, connection, make)
     trainer.replica.snapshot = partial(snapshot, trainer, trainer.replica)
@@ -132,7 +132,9 @@ def serve_only(trainer: Trainer, place: World) -> NoReturn:
     ).items()  # fmt: skip
     life = int(store.add(f"lives/{trainer.rank}/{name}", 1)) - 1
     log.info("this rank is %s", name)
-    serve(Connection(rule, place, trainer.rank, life).mailbox(name), state, wait_s=launch.timeout().total_seconds())
+    serve(
+        ReplicaConnection(rule, place, trainer.rank, life).mailbox(name), state, wait_s=launch.timeout().total_seconds()
+    )
     raise SystemExit(0)
 
 

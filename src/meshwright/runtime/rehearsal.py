@@ -48,7 +48,7 @@ from meshwright.runtime.fake_operators import (
 )
 from meshwright.runtime.rehearsed_memory import DeviceMemory, Pool
 from meshwright.runtime.unguarded import Unguarded
-from meshwright.schedules.rendezvous import Awaited, Message, Started, communicator
+from meshwright.schedules.rendezvous import Awaited, Message, StartedOperation, communicator
 from meshwright.torch_private import (
     EnableTorchFunction,
     FakeTensor,
@@ -95,7 +95,7 @@ class Rehearsal(TorchDispatchMode):
         super().__init__()
         self.rank, self._dtypes = rank, dtypes
         self.moment = SET_UP
-        self.stream: dict[str, list[Started | Awaited]] = {}
+        self.stream: dict[str, list[StartedOperation | Awaited]] = {}
         self.memory = DeviceMemory()
         self._found: dict[tuple[str, ...], _Found] = {}
         self._number = 0
@@ -103,7 +103,7 @@ class Rehearsal(TorchDispatchMode):
         self._works: list[Work] = []
         self.pinned: weakref.WeakSet[Any] = weakref.WeakSet()
         self._copies = False
-        self._captured: list[Started | Awaited] | None = None
+        self._captured: list[StartedOperation | Awaited] | None = None
         self._kernels = 0
         self.on_their_way: set[int] = set()  # storages that copies write, and for which kernels do not wait yet
         self.unfinished: dict[int, str] = {}  # storages that collectives write, and that nobody has waited for
@@ -199,7 +199,7 @@ class Rehearsal(TorchDispatchMode):
             self._copies = False
 
     @contextmanager
-    def capturing(self, pool: Pool) -> Iterator[list[Started | Awaited]]:
+    def capturing(self, pool: Pool) -> Iterator[list[StartedOperation | Awaited]]:
         """Work that is started in this block is captured as a graph, with memory from a pool. Yields the operations of
         torch.distributed that the graph starts and awaits."""
         self._captured, self.memory.taken = [], pool
@@ -288,7 +288,7 @@ class Rehearsal(TorchDispatchMode):
 
     def _start(self, communicator: str, label: str, **what: Any) -> Any:
         number, before = self.number(), self._kernels
-        self.started(Started(number, communicator, label, **what))
+        self.started(StartedOperation(number, communicator, label, **what))
         return self._work(lambda: self.started(Awaited(number, self._kernels - before)))
 
     def number(self) -> int:
@@ -296,7 +296,7 @@ class Rehearsal(TorchDispatchMode):
         self._number += 1
         return self._number - 1
 
-    def started(self, entry: Started | Awaited) -> None:
+    def started(self, entry: StartedOperation | Awaited) -> None:
         """Note an operation of torch.distributed, or a wait for it, in the stream of this moment or in a graph."""
         stream = self.stream.setdefault(self.moment, []) if self._captured is None else self._captured
         stream.append(entry)

@@ -99,7 +99,7 @@ class FlatParameters:
                 parameter.grad = part.view_as(parameter)
 
 
-class Connection:
+class ReplicaConnection:
     """Connects a rank with the ranks of the same index in other replicas, and with servers."""
 
     def __init__(self, rule: Consistency, world: World, column: int, life: int) -> None:
@@ -149,7 +149,7 @@ class Replica:
     A rank that holds no first copy of a tensor exchanges a single number instead.
     """
 
-    def __init__(self, world: World, flat: FlatParameters, connection: Connection, make: Make | None) -> None:
+    def __init__(self, world: World, flat: FlatParameters, connection: ReplicaConnection, make: Make | None) -> None:
         self.world, self.number, self.flat, self.connection, self._make = world, world.replica, flat, connection, make
         self.snapshot: Snapshot | None = None
         self.hyperparameters: Callable[[], str] | None = None

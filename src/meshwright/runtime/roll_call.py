@@ -39,7 +39,7 @@ LOOK_S = 0.05
 REMEDY = "give the same command again on every host: it goes on from the last checkpoint"
 
 
-class Host(msgspec.Struct, frozen=True):
+class LauncherHost(msgspec.Struct, frozen=True):
     """A launcher: the name of its host, and the number of its ranks."""
 
     name: str
@@ -95,7 +95,7 @@ class RollCall:
         self._beaten: Any = dist.PrefixStore(f"roll call/{meeting.name}", server.clone())  # type: ignore[attr-defined]
         self._lock = threading.Lock()
         self._number = 0 if self._leads else int(self._store.add("count", 1))
-        self._store.set(f"host/{self._number}", _text(Host(socket.gethostname(), num_ranks)))
+        self._store.set(f"host/{self._number}", _text(LauncherHost(socket.gethostname(), num_ranks)))
         self._members: tuple[int, ...] = ()
         self._beats: dict[int, tuple[int, float]] = {}
         self._begun_s, self._grow_s = time.monotonic(), GROW_S
@@ -282,8 +282,8 @@ class RollCall:
                 return tuple(living[:count])
         raise LaunchError(f"the run cannot use the ranks of {len(living)} hosts", where="nodes", remedy=REMEDY)
 
-    def _host(self, number: int) -> Host:
-        return msgspec.json.decode(self._get(f"host/{number}"), type=Host)
+    def _host(self, number: int) -> LauncherHost:
+        return msgspec.json.decode(self._get(f"host/{number}"), type=LauncherHost)
 
     def _as_error(self, number: int, ended: Ended) -> RankError:
         where = ended.where or (self._host(number).name if number else "")

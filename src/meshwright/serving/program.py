@@ -30,7 +30,7 @@ ABOVE = 1e-5
 """The least difference of two accuracies of which one is higher, relative; the solver's tolerance is 1e-6."""
 
 
-class Answer(NamedTuple):
+class BoundedPlan(NamedTuple):
     """The plan (None: none exists, or none was found in time) and the least value that is possible of the goal. The
     goals ``accuracy`` and ``rate`` count as negative."""
 
@@ -39,7 +39,7 @@ class Answer(NamedTuple):
     value: float
 
 
-class Program:
+class WorkflowProgram:
     """The program of a workflow.
 
     Args:
@@ -81,12 +81,12 @@ class Program:
             self.rows.add([(index, usd) for index, usd in enumerate(self._usd) if usd], -math.inf, most_usd)
         self._goals = self._usd if goal == "usd" else self._other_goal()
 
-    def solve(self, fixed: Mapping[str, str] | None = None) -> Answer:
+    def solve(self, fixed: Mapping[str, str] | None = None) -> BoundedPlan:
         """The best plan with the variants ``fixed`` of some operators."""
         solution = self._solved(fixed or {}, self.num_integer)
         if solution.values is None:
-            return Answer(None, solution.bound, math.inf)
-        return Answer(self._plan(solution.values), solution.bound, float(np.dot(solution.values, self._goals)))
+            return BoundedPlan(None, solution.bound, math.inf)
+        return BoundedPlan(self._plan(solution.values), solution.bound, float(np.dot(solution.values, self._goals)))
 
     def relaxed(self, fixed: Mapping[str, str]) -> float:
         """A lower bound on the goal of every plan with these variants of some operators: workers and variants may be

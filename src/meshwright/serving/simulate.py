@@ -19,7 +19,7 @@ Arrivals = Literal["even", "poisson"]
 """When items come: at equal distances, or at random with the same rate."""
 
 
-class Played(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class PlayedItems(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What happened to the items of a simulation or a run.
 
     ``injected_s`` and ``finished_s`` have the times of each item, from the start of its first source to its last
@@ -67,7 +67,7 @@ class _Event(NamedTuple):
 
 def simulate(
     workflow: Workflow, plan: WorkflowPlan, *, items: int = 1000, arrivals: Arrivals = "even", seed: int = 0
-) -> Played:
+) -> PlayedItems:
     """Simulate the first ``items`` items of a plan."""
     return _Simulation(workflow, plan, items, arrivals, seed).played()
 
@@ -116,7 +116,7 @@ class _Simulation:
         self._events: list[_Event] = []
         self._number = 0
 
-    def played(self) -> Played:
+    def played(self) -> PlayedItems:
         """Play all events in the order of their times."""
         for item, begin_s in enumerate(self._injected):
             for source in self._workflow.sources:
@@ -124,7 +124,7 @@ class _Simulation:
         while self._events:
             event = heapq.heappop(self._events)
             (self._arrives if event.arrives else self._leaves)(event)
-        return Played(
+        return PlayedItems(
             injected_s=tuple(self._injected), finished_s=tuple(self._finished), busy_s=self._busy_s
         )  # fmt: skip
 

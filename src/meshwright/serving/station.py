@@ -22,7 +22,7 @@ from meshwright.ir.graph import ITEM_BYTES
 from meshwright.serving.models import captured_variant, examples_of, items_of
 from meshwright.serving.plan import WorkflowPlan
 from meshwright.serving.routes import routes
-from meshwright.serving.simulate import Arrivals, Played, injections, service_s
+from meshwright.serving.simulate import Arrivals, PlayedItems, injections, service_s
 from meshwright.serving.wire import Address, Header, Inbox, Outbox
 from meshwright.serving.workflow import Workflow
 
@@ -32,7 +32,7 @@ PATIENCE_S = 60.0
 """Seconds without a message, once its next item has started, after which a worker gives up."""
 
 
-class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class StationJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A run of a plan. With ``emulate``, workers wait for the seconds of their profile in place of running models."""
 
     workflow: Workflow
@@ -63,7 +63,7 @@ class Station:
     """One station of a job. Making it loads and captures its model; then it has an ``address``. ``token``: the same for
     all stations of the job."""
 
-    def __init__(self, job: Job, name: str, host: str, token: str) -> None:
+    def __init__(self, job: StationJob, name: str, host: str, token: str) -> None:
         torch.set_num_threads(1)
         self._token = token
         self.job, self.name = job, name
@@ -197,7 +197,7 @@ def _tensor(header: Header, payload: bytearray) -> Tensor:
     return torch.frombuffer(payload, dtype=dtype).reshape(header.shape)
 
 
-def played(logs: list[StationLog], workflow: Workflow) -> Played:
+def played(logs: list[StationLog], workflow: Workflow) -> PlayedItems:
     """The logs of all stations as one account of the run."""
     items = max(len(log.times) for log in logs if log.role == "source")
     begun, ended = np.full(items, np.inf), np.zeros(items)
@@ -209,6 +209,6 @@ def played(logs: list[StationLog], workflow: Workflow) -> Played:
                 ended[item] = max(ended[item], end_s)
     first = float(begun.min())
     busy = {log.name: sum(end - begin for _, begin, end in log.times) for log in logs if log.role == "worker"}
-    return Played(
+    return PlayedItems(
         injected_s=tuple((begun - first).tolist()), finished_s=tuple((ended - first).tolist()), busy_s=busy
     )  # fmt: skip

@@ -11,7 +11,7 @@ from meshwright.ir.result import Comparison, Finding, Result, Utilization
 from meshwright.worked.line import Line, held
 
 
-class Kept(NamedTuple):
+class KeptResult(NamedTuple):
     """A result file, the command that writes it, the function that finds the lines of an example in it, and the claims
     of these lines, for the case that there is no file."""
 
@@ -21,7 +21,7 @@ class Kept(NamedTuple):
     claims: tuple[str, ...]
 
 
-def read(kept: Kept, folder: Path) -> Iterator[Line]:
+def read(kept: KeptResult, folder: Path) -> Iterator[Line]:
     """The lines of an example from ``FILE.json`` in a folder of result files. If the file is not there, the verdict on
     every claim is ``not measured``.
 
@@ -176,11 +176,11 @@ def _measured_peak(finding: Utilization) -> float:
 
 
 FILES = {
-    "alexnet": Kept("convolution", "make bench-convolution", alexnet, tuple(ALEXNET)),
-    "mu-cudnn": Kept("convolution_algorithms", "make bench-convolution-algorithms", mu_cudnn, (DEEPBENCH,)),
-    "sparcml": Kept("codecs", "make bench-codecs", sparse, (SPARSE,)),
-    "jellybean": Kept("serving", "make bench-serving", jellybean, JELLYBEAN),
-    "utilization": Kept("utilization", "make bench-utilization", utilization, tuple(UTILIZATION.values())),
+    "alexnet": KeptResult("convolution", "make bench-convolution", alexnet, tuple(ALEXNET)),
+    "mu-cudnn": KeptResult("convolution_algorithms", "make bench-convolution-algorithms", mu_cudnn, (DEEPBENCH,)),
+    "sparcml": KeptResult("codecs", "make bench-codecs", sparse, (SPARSE,)),
+    "jellybean": KeptResult("serving", "make bench-serving", jellybean, JELLYBEAN),
+    "utilization": KeptResult("utilization", "make bench-utilization", utilization, tuple(UTILIZATION.values())),
 }
 """Maps examples to the result files with their measured lines."""
 

@@ -18,8 +18,8 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 from meshwright.comm.member import attend, leave, member
 from meshwright.comm.process_group import operations
 from meshwright.comm.process_group.identity import NamedGroup
-from meshwright.comm.process_group.in_order import Collective, InOrder
-from meshwright.comm.process_group.links import Links
+from meshwright.comm.process_group.in_order import CollectiveWork, InOrder
+from meshwright.comm.process_group.links import GroupConnections
 from meshwright.comm.process_group.messages import Messages
 from meshwright.comm.process_group.monitored import monitored_barrier
 from meshwright.comm.process_group.other_devices import OtherDevices
@@ -41,7 +41,7 @@ class MeshwrightGroup(NamedGroup):
     def __init__(self, store: dist.Store, rank: int, ranks: tuple[int, ...], timeout_s: float, name: str) -> None:
         super().__init__(store, rank, len(ranks), name)
         self._timeout_s, self._num_monitored, self._process = timeout_s, 0, os.getpid()
-        self._links = Links(store, rank, ranks, timeout_s)
+        self._links = GroupConnections(store, rank, ranks, timeout_s)
         self._in_order = InOrder(self._links, f"group {name}")
         self._messages = Messages(self._links, self._in_order.check, f"group {name}", self.profiled_as)
         self._others = OtherDevices(store, rank, len(ranks), timeout_s)
@@ -118,7 +118,7 @@ class MeshwrightGroup(NamedGroup):
             check_sizes(len(outputs), self.size(), what, "a list of outputs")
             check_sizes(value.numel(), outputs[self.rank()].numel(), what, "this rank's tensor")
 
-        def steps(links: Links) -> None:
+        def steps(links: GroupConnections) -> None:
             for outputs, value in zip(lists, values, strict=True):
                 operations.all_gather(links, outputs, value, self._label)
 
@@ -159,7 +159,7 @@ class MeshwrightGroup(NamedGroup):
             check_sizes(output.numel(), values[self.rank()].numel(), "reduce_scatter", "the output")
         reduction = reduction_of(given.reduceOp, into, "reduce_scatter")
 
-        def steps(links: Links) -> None:
+        def steps(links: GroupConnections) -> None:
             for output, values in zip(into, lists, strict=True):
                 operations.reduce_scatter(links, output, values, reduction, self._label)
 
@@ -317,11 +317,11 @@ class MeshwrightGroup(NamedGroup):
         return f"group {self._name}"
 
     def _start(
-        self, what: str, steps: Callable[[Links], object], value: Any, shapes: Sequence[Tensor], opts: Any
+        self, what: str, steps: Callable[[GroupConnections], object], value: Any, shapes: Sequence[Tensor], opts: Any
     ) -> dist.Work:
         """Start a collective. A profiler sees it as it sees gloo's, from now until it is complete."""
         timeout_s = opts.timeout.total_seconds() if opts is not None and hasattr(opts, "timeout") else -1.0
-        work = Collective(what, steps, value, self._in_order, timeout_s if timeout_s >= 0 else self._timeout_s)
+        work = CollectiveWork(what, steps, value, self._in_order, timeout_s if timeout_s >= 0 else self._timeout_s)
         work.profile(f"{self.profiled_as}:{what}", shapes)
         self._number += 1
         work.record = self._record(what, shapes)

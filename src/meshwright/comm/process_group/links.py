@@ -31,7 +31,7 @@ FLAT = {
 """The algorithm of each operation whose algorithm does not depend on the size."""
 
 
-class Links:
+class GroupConnections:
     """The connections of rank ``rank`` of a group. All ranks of the group must make theirs together.
 
     ``ranks`` holds the numbers of the group's ranks in the world. ``boxes``: the ranks of each box, numbered within the

@@ -19,7 +19,7 @@ SLOTS = 128
 """The number of slots of a stream's lane, each for one message: 64 MiB may be under way."""
 
 
-class Stream:
+class LaneChannel:
     """A channel over a lane of shared memory to a rank. ``rank`` is this rank. ``progress`` moves its messages while
     the rank waits for anything."""
 
