@@ -97,15 +97,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{pair.title}: {results[-1].results}", flush=True)
     if not results:
         parser.error(f"no pair has {name!r} in its name, such as {PAIRS[0].title!r}")
-    found = list(findings(results))
+    checks = list(findings(results))
     if not name:
-        write(found)
-    return report.alone(found)
+        write(checks)
+    return report.alone(checks)
 
 
-def write(found: Sequence[Check]) -> None:
+def write(checks: Sequence[Check]) -> None:
     """Write the result file."""
-    report.write("alpa", "Alpa's evaluation in predictions", COMMAND, "nothing", {}, found, TEXT)
+    report.write("alpa", "Alpa's evaluation in predictions", COMMAND, "nothing", {}, checks, TEXT)
 
 
 if __name__ == "__main__":

@@ -199,14 +199,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     only: str = parser.parse_args(arguments).name
     warnings.simplefilter("ignore")  # of the models' libraries
     results = []
-    for one in findings(only):
-        report.show(one)
-        results.append(one)
+    for finding in findings(only):
+        report.show(finding)
+        results.append(finding)
     if not only:
         settings = {"all": Settings(dtype="bfloat16", ranks=DEVICES, threads=1, sizes={"devices planned for": DEVICES})}
         report.write("uniform", '"auto" beside uniform layouts', COMMAND, "nothing", settings, results, TEXT)
         print("written to benchmarks/results/uniform.md and .json")
-    return int(any(one.verdict == "fail" for one in results))
+    return int(any(finding.verdict == "fail" for finding in results))
 
 
 TEXT = f"""Nothing is computed or timed: tensors are on the meta device, and the cost model of the search simulates the

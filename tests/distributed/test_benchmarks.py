@@ -121,7 +121,9 @@ def test_peers_train_the_same_model(ranks: Ranks, layout: mw.Layout, peers: dict
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 def test_peers_of_zero_train_the_same_model(ranks: Ranks, stage: int, peers: zero.Peers) -> None:
-    model = zero.Model("tiny", tiny, models.language_model_loss, partial(prediction.text, length=8, vocabulary=256), 8)
+    model = zero.ZeroModel(
+        "tiny", tiny, models.language_model_loss, partial(prediction.text, length=8, vocabulary=256), 8
+    )
     layout = mw.Layout(dp=2, zero=3 if stage == 3 else 1)
     comparison = zero.ZeroTarget(model, layout, peers, 1.0)
     for seconds, losses in ranks(zero.NUM_RANKS, zero.measure, comparison, 1, 1):
@@ -139,11 +141,14 @@ def test_every_reference_model_is_compared_with_data_parallel() -> None:
 
 def test_memory_is_judged_by_the_rank_that_needs_most_and_not_on_small_cases() -> None:
     gib = 2**30
-    predicted, found = zero.Memory(4 * gib, 4 * gib), [zero.Memory(gib, 4 * gib), zero.Memory(4 * gib, 5 * gib)]
+    predicted, found = (
+        zero.MeasuredMemory(4 * gib, 4 * gib),
+        [zero.MeasuredMemory(gib, 4 * gib), zero.MeasuredMemory(4 * gib, 5 * gib)],
+    )
     persistent, peak = zero.compared(zero.LAYOUTS[0], predicted, found)
     assert (persistent.verdict, peak.verdict) == ("pass", "fail")
     assert peak.measured == "-20.0%: predicted 4096 MiB, measured 5120 MiB"
-    small = zero.Memory(gib // 2, gib // 2)
+    small = zero.MeasuredMemory(gib // 2, gib // 2)
     assert {one.verdict for one in zero.compared(zero.LAYOUTS[0], small, [small])} == {"fail"}
 
 
@@ -198,7 +203,7 @@ def test_what_benchmarks_write_is_honest(monkeypatch: pytest.MonkeyPatch, tmp_pa
     found = [pipelines.speed(pipelines.CASES[0], 5, 1), pipelines.throughput(5, 1)]
     report.write("pipelines", "Pipelines", "make bench-pipelines", "a step", pipelines.settings(), found, "text")
     found = [zero.speed(one, 5, 1) for one in zero.COMPARISONS]
-    memory = zero.Memory(2 * 2**30, 3 * 2**30)
+    memory = zero.MeasuredMemory(2 * 2**30, 3 * 2**30)
     zero.write([*found, *zero.compared(zero.LAYOUTS[0], memory, [memory, memory])], 5, 1)
     expected = {"foundation": "pass", "pipelines": "pass", "zero": "fail"}  # 0.97 is more than 0.85 x fully_shard
     for name, first in expected.items():
