@@ -134,15 +134,15 @@ def _check_keys(node: inspect.Type, raw: Any, where: str, at: str) -> None:
     """Raise a FileFormatError for an unknown key or tag; the error suggests the nearest known name."""
     if not isinstance(raw, dict):
         return
-    every, meant = structs(node), structs(node, raw)
-    if not meant and every and every[0].tag_field:
+    every, candidates = structs(node), structs(node, raw)
+    if not candidates and every and every[0].tag_field:
         tag, known = every[0].tag_field, [str(candidate.tag) for candidate in every]
         place = f"{where}: {at}"
         if tag not in raw:
             raise FileFormatError(f"`{tag}` is missing", where=place, remedy=f"add {tag} = one of {', '.join(known)}")
         remedy = files.did_you_mean(str(raw[tag]), known, f"known: {', '.join(known)}")
         raise FileFormatError(f"unknown {tag} {raw[tag]!r}", where=f"{place}.{tag}", remedy=remedy)
-    for struct in meant[:1]:
+    for struct in candidates[:1]:
         fields = {field.encode_name: field.type for field in struct.fields}
         known = [*fields, *([struct.tag_field] if struct.tag_field else [])]
         for key, value in raw.items():

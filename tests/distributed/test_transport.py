@@ -71,7 +71,7 @@ def test_every_byte_arrives(ranks: Ranks, kind: str, slots: int) -> None:
 def _counters_wrap() -> bool:
     transport = _connected()
     transport._num_put = transport._num_taken = 2**32 - 5
-    mine, theirs = transport._mine, transport._theirs
+    mine, theirs = transport._own_segment, transport._peer_segment
     for word in (mine.published, mine.consumed, theirs.published, theirs.consumed):
         word.value = 2**32 - 5
     dist.barrier()

@@ -156,17 +156,19 @@ def code_digest() -> str:
 
 def _problem(kept: KeptPlan, request: SearchRequest, where: str) -> str:
     """The reason why the kept plan does not answer the request; empty if it does."""
-    plan, said = kept.plan, kept.plan.prediction
+    plan, promised = kept.plan, kept.plan.prediction
     if kept.checksum != _checksum(plan):
         return "the plan is not the one that was kept"
     check_fits(plan, request.graph, where)
-    if plan.mesh.world_size != request.devices or said is None:
+    if plan.mesh.world_size != request.devices or promised is None:
         return f"it is a plan for {plan.mesh.world_size} ranks"
     foretold = foretell(
         PlanLowering(request.graph), plan, request.cluster, optimizer=request.optimizer, clips=request.clips
     )
     prediction = foretold.prediction
-    alike = math.isclose(prediction.step_s, said.step_s) and prediction.peak_memory_bytes == said.peak_memory_bytes
+    alike = (
+        math.isclose(prediction.step_s, promised.step_s) and prediction.peak_memory_bytes == promised.peak_memory_bytes
+    )
     return "" if alike and foretold.fits(request.memory_bytes) else "its costs differ from the search's costs"
 
 

@@ -180,8 +180,8 @@ def measure(
     sides = {str(case.batch): timed_step(case.runs[0], base) for case in cases}
     seconds = alternate(sides, rounds=repetitions, steps=steps)
     return Counted(
-        steps=[tuple(count for count, _ in several) for several in counted],
-        losses=[tuple(loss for _, loss in several) for several in counted],
+        steps=[tuple(count for count, _ in pairs) for pairs in counted],
+        losses=[tuple(loss for _, loss in pairs) for pairs in counted],
         seconds={int(size): values for size, values in seconds.items()},
     )
 

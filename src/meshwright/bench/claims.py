@@ -108,9 +108,9 @@ def best_peer(result: Result) -> Found:
 def same_run(result: Result) -> Found:
     """Compared series come from one run on one machine, because the speed of a machine changes from day to day."""
     for index, finding in result.keyed():
-        several = list(series_of(finding, index)) if isinstance(finding, BatchSizes | Comparison | Scaling) else []
-        for key, series in several:
-            first = several[0][1]
+        all_series = list(series_of(finding, index)) if isinstance(finding, BatchSizes | Comparison | Scaling) else []
+        for key, series in all_series:
+            first = all_series[0][1]
             if not series.run:
                 yield f"{key}.run", "does not say which run it is from", "measure both sides in one run, and name it"
             elif series.run != first.run:
@@ -130,9 +130,9 @@ def alike(result: Result) -> Found:
         names = ["dtype", "threads"]
         names += ["ranks"] if not isinstance(finding, Scaling) else []
         names += ["sizes"] if isinstance(finding, Comparison) else []
-        several = [(key, series) for key, series in series_of(finding, index) if series.settings in result.settings]
-        for key, series in several:
-            settings, first = result.settings_of(series), result.settings_of(several[0][1])
+        all_series = [(key, series) for key, series in series_of(finding, index) if series.settings in result.settings]
+        for key, series in all_series:
+            settings, first = result.settings_of(series), result.settings_of(all_series[0][1])
             for name in names:
                 if not getattr(settings, name) and name != "sizes":
                     yield f"settings.{series.settings}.{name}", "is not given", f"give the {name} that it ran with"

@@ -75,8 +75,8 @@ class _Operation:
     @property
     def output_names(self) -> list[str]:
         """The names of the operator's outputs in the graph."""
-        several = len(self.outputs) > 1
-        return [f"{self.name}.{index}" if several else self.name for index in range(len(self.outputs))]
+        is_tuple = len(self.outputs) > 1
+        return [f"{self.name}.{index}" if is_tuple else self.name for index in range(len(self.outputs))]
 
 
 @nothing_collected()

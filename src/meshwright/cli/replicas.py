@@ -61,15 +61,15 @@ def faults_of(slow: Sequence[str], jitter: float, seed: int) -> ReplicaFaults:
     sometimes: list[tuple[float, float]] = []
     in_turn: list[float] = []
     for text in slow:
-        which, _, value = text.partition(":")
+        replica_text, _, value = text.partition(":")
         try:
-            if which.endswith("x"):
+            if replica_text.endswith("x"):
                 if value == "turns":
-                    in_turn.append(float(which[:-1]))
+                    in_turn.append(float(replica_text[:-1]))
                 else:
-                    sometimes.append((float(which[:-1]), float(value)))
+                    sometimes.append((float(replica_text[:-1]), float(value)))
             else:
-                steady[int(which)] = float(value)
+                steady[int(replica_text)] = float(value)
         except ValueError:
             raise FileFormatError(f"{text!r} cannot be read as a slow replica", where="--slow", remedy=SLOW_REMEDY) \
                 from None  # fmt: skip

@@ -148,12 +148,12 @@ class RoundsRun(CodedRun):
         self._prepared()
         if self.kind.balances and self.kind.rounds:
             self._balance()
-        for index, this in enumerate(self.kind.rounds):
-            outgoing = self._first if index == 0 and self._first is not None else self._coded(this)
+        for index, coded_round in enumerate(self.kind.rounds):
+            outgoing = self._first if index == 0 and self._first is not None else self._coded(coded_round)
             early = self._early if index == 0 else 0
             self._first = None
-            sizes = self._swap_sizes(this, outgoing, early)
-            self._swap(this, outgoing, max(0, early - len(outgoing.sizes)), sizes)
+            sizes = self._swap_sizes(coded_round, outgoing, early)
+            self._swap(coded_round, outgoing, max(0, early - len(outgoing.sizes)), sizes)
         for lane in self.kind.settles:
             lane.settle(self.tag)
         begun = time.perf_counter()
@@ -184,10 +184,10 @@ class RoundsRun(CodedRun):
         self._holder = self.kind.hold(exchange)
         self.coding_s += time.perf_counter() - begun
 
-    def _coded(self, this: CodedRound) -> _Outgoing:
+    def _coded(self, coded_round: CodedRound) -> _Outgoing:
         """Encode the parts that this rank sends in a round."""
         outgoing, holder, begun = _Outgoing([], []), self._held(), time.perf_counter()
-        for lane, moves, is_coded in this.puts:
+        for lane, moves, is_coded in coded_round.puts:
             if is_coded:
                 pieces = [piece for move in moves for part in move.parts for piece in holder.encode(part, move.adds)]
                 outgoing.sizes.append((lane, torch.tensor([piece.numel() for piece in pieces])))
@@ -208,10 +208,10 @@ class RoundsRun(CodedRun):
         steps = in_turn(_messages(PUT, outgoing.contents), [], expects=False)
         return [(outgoing.contents[at][0], outgoing.contents[at][1][begin:end]) for _, at, begin, end, *_ in steps]
 
-    def _swap_sizes(self, this: CodedRound, outgoing: _Outgoing, early: int) -> list[list[int]]:
+    def _swap_sizes(self, coded_round: CodedRound, outgoing: _Outgoing, early: int) -> list[list[int]]:
         """Exchange the sizes of the round's coded messages. Returns the sizes of the pieces of each message that this
         rank takes."""
-        coded = [message for message in this.takes if message.is_coded]
+        coded = [message for message in coded_round.takes if message.is_coded]
         counts = [sum(self._held().num_pieces(part, adds) for part, adds in message.parts) for message in coded]
         like = torch.empty(0, dtype=torch.int64)
         for message, count in zip(coded, counts, strict=True):
@@ -225,12 +225,12 @@ class RoundsRun(CodedRun):
             message.lane.release()
         return sizes_in
 
-    def _swap(self, this: CodedRound, outgoing: _Outgoing, early: int, sizes: list[list[int]]) -> None:
+    def _swap(self, coded_round: CodedRound, outgoing: _Outgoing, early: int, sizes: list[list[int]]) -> None:
         """Exchange the contents. Elements that are not coded are read directly from the lane's memory."""
         holder, each = self._held(), iter(sizes)
         incoming: list[tuple[Lane, Tensor, bool]] = []
         coded: list[tuple[PeerMoves, list[int], Tensor]] = []
-        for message in this.takes:
+        for message in coded_round.takes:
             if message.is_coded:
                 of_pieces = next(each)
                 content = torch.empty(sum(of_pieces), dtype=torch.uint8)

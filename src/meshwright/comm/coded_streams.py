@@ -112,8 +112,8 @@ class AtomStreams:
                 self._read(piece, self._exchange.memory[first:last])
             self._held[part.atom] = None
         else:
-            came = read_coded(pieces[0], self._codec, end - begin, self._exchange.memory.dtype)
-            self._held[part.atom] = merge(self._stream(part.atom), came) if adds else came
+            received = read_coded(pieces[0], self._codec, end - begin, self._exchange.memory.dtype)
+            self._held[part.atom] = merge(self._stream(part.atom), received) if adds else received
         if part.code in self._again and not adds:
             assert part.code is not None
             self._kept[part.code] = pieces

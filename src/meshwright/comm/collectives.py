@@ -53,7 +53,7 @@ class Collectives:
         self._turn = threading.Lock()  # held while a thread runs steps
         self._kinds: dict[_Key, Kind] = {}
         self._coded_kinds: dict[coded.Key, coded.CodedKind] = {}
-        self._number, self._said = 0, b""
+        self._number, self._description = 0, b""
         self._failed: MeshwrightError | None = None
 
     # --- operations --------------------------------------------------------------------------------------------------
@@ -285,10 +285,10 @@ class Collectives:
     def _begin(self, run: CollectiveRun) -> Work:
         """Report the collective, and send its first messages unless earlier collectives have messages to send."""
         kind, label, number = run.kind, run.label, run.number
-        words = kind.said.get(label) or kind.say(label)
+        words = kind.descriptions.get(label) or kind.say(label)
         with self._turn:
-            if words is not self._said:
-                self._said = words
+            if words is not self._description:
+                self._description = words
                 for lane in self._each:
                     lane.tell(number, words)
             if not self._open or all(earlier.has_sent for earlier in self._open):

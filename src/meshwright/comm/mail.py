@@ -102,7 +102,7 @@ class ZmqMailbox(Mailbox):
         self._peers: dict[str, Outgoing] = {}
         self._last_joined: dict[str, int] = {}
         self._num_seen = 0
-        self._left = self._told = False
+        self._left = self._has_raised = False
         self._advance()
         atexit.register(self._end_with_program)
 
@@ -243,7 +243,7 @@ class ZmqMailbox(Mailbox):
         LostRankError, unless another method has already raised it."""
         if self._left:
             return
-        if self._told:
+        if self._has_raised:
             self.close()
             return
         try:
@@ -292,5 +292,5 @@ class ZmqMailbox(Mailbox):
         try:
             self._membership.check()
         except LostRankError:
-            self._told = True
+            self._has_raised = True
             raise

@@ -79,8 +79,8 @@ class Watch:
 
     def __init__(self, group: dist.ProcessGroup, boxes: Boxes, start: Start) -> None:
         self._group, self._start, self.has_links = group, start, len(boxes) > 1
-        several = any(not isinstance(box, int) and len(box) > 1 for box in boxes)
-        self._boxes = named_boxes(boxes) if several and len(boxes) > 1 else ""
+        has_boxes = any(not isinstance(box, int) and len(box) > 1 for box in boxes)
+        self._boxes = named_boxes(boxes) if has_boxes and len(boxes) > 1 else ""
         self.amended: dict[Key, str] = {}
         self._names: dict[Key, str] = {}
         self._seconds: dict[Key, list[float]] = {}

@@ -78,12 +78,12 @@ class _Lifetimes:
     def apart(self) -> StageLifetimes:
         """The memory of a stage whose functions are called one by one."""
         program, forward = self.program, self._nodes(FORWARD)
-        came, back = self._received(ActionKind.RECV_F), self._received(ActionKind.RECV_B)
-        live = dict(came)
+        received, returned = self._received(ActionKind.RECV_F), self._received(ActionKind.RECV_B)
+        live = dict(received)
         produced = live.keys() | {value.storage for node in forward for value in node.outputs if value.owns}
         rising = self._highest(forward, live)
         saved = self._storages({value.storage for name in LATE for value in program.phase(name).inputs} & produced)
-        taken, saved_bytes = saved | back, sum(saved.values())
+        taken, saved_bytes = saved | returned, sum(saved.values())
         left = dict(taken)
         falling = self._highest(self._nodes(BACKWARD), left)
         ends = self._carried(left)
@@ -97,9 +97,9 @@ class _Lifetimes:
         last = self._carried(rest)
         incoming, deferred_bytes = sum(taken.values()), sum(deferred.values())
         actions = {
-            "RECV_F": ActionBytes(0, sum(came.values()), sum(came.values())),
-            "RECV_B": ActionBytes(0, sum(back.values()), sum(back.values())),
-            "F": ActionBytes(sum(came.values()), rising, saved_bytes),
+            "RECV_F": ActionBytes(0, sum(received.values()), sum(received.values())),
+            "RECV_B": ActionBytes(0, sum(returned.values()), sum(returned.values())),
+            "F": ActionBytes(sum(received.values()), rising, saved_bytes),
             "B": ActionBytes(incoming, falling, sum(ends.values())),
             "I": ActionBytes(incoming, both, deferred_bytes),
             "W": ActionBytes(deferred_bytes, weights, sum(last.values())),

@@ -164,8 +164,8 @@ def _run(command: str) -> None:
     except OSError as error:
         raise LaunchError(f"it cannot be run: {error.strerror}", where=command, remedy="install iproute2") from None
     if ended.returncode:
-        said = (ended.stderr or ended.stdout).strip().splitlines() or [f"it ended with {ended.returncode}"]
-        raise LaunchError(said[0], where=command, remedy="emulated networks need root, veth and tbf in the kernel")
+        lines = (ended.stderr or ended.stdout).strip().splitlines() or [f"it ended with {ended.returncode}"]
+        raise LaunchError(lines[0], where=command, remedy="emulated networks need root, veth and tbf in the kernel")
 
 
 def _called(name: str, *args: int) -> None:

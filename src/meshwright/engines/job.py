@@ -78,6 +78,6 @@ def called(words: list[str], where: str, given: str = "") -> str:
         )
     done = subprocess.run(words, input=given, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = (done.stderr or done.stdout).strip() or f"it ended with {done.returncode}"
-        raise LaunchError(said, where=shell(words), remedy="correct what it refuses; --dry-run shows what is submitted")
+        text = (done.stderr or done.stdout).strip() or f"it ended with {done.returncode}"
+        raise LaunchError(text, where=shell(words), remedy="correct what it refuses; --dry-run shows what is submitted")
     return done.stdout

@@ -51,10 +51,10 @@ def write(form: Form, per_node: int) -> Exported:
     layout = own.layout
     nodes = -(-own.num_ranks // max(1, per_node))
     sharded = layout.zero > 0 or layout.cp > 1 or layout.tp != 1
-    several = own.num_ranks > 1
+    is_parallel = own.num_ranks > 1
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "FSDP" if layout.zero or layout.cp > 1 else "MULTI_GPU" if several else "NO",
+        "distributed_type": "FSDP" if layout.zero or layout.cp > 1 else "MULTI_GPU" if is_parallel else "NO",
         "mixed_precision": own.precision if own.precision in ("bf16", "fp16", "fp8") else "no",
         "num_machines": nodes,
         "num_processes": own.num_ranks,

@@ -84,9 +84,9 @@ def check_belongs(trace: Trace, digest: str, where: str) -> None:
         TraceError: the trace names no plan, or another plan.
     """
     if trace.plan != digest:
-        said = f"of plan {trace.plan}" if trace.plan else "of no plan"
+        origin = f"of plan {trace.plan}" if trace.plan else "of no plan"
         raise TraceError(
-            f"the trace is {said}, the run's plan is {digest}", where=where, remedy="take the traces of this run"
+            f"the trace is {origin}, the run's plan is {digest}", where=where, remedy="take the traces of this run"
         )
 
 

@@ -137,8 +137,8 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
         """The ranks of ``stage`` that hold the same part of the batch as ``rank``, if each stage divides its batch
         evenly over its ranks. With equal stages, this is the rank with the same other coordinates."""
         own, other = self.stage_ranks(self.coordinates(rank).get("pp", 0)), self.stage_ranks(stage)
-        place, count, many = rank - own.start, len(own), len(other)
-        first, last = place * many // count, -(-(place + 1) * many // count)
+        place, count, other_count = rank - own.start, len(own), len(other)
+        first, last = place * other_count // count, -(-(place + 1) * other_count // count)
         return tuple(other[first:last])
 
     def has(self, axis: str) -> bool:

@@ -116,8 +116,8 @@ def ask_health(address: str, token: str) -> RunHealth:
     if answer.status == 401:
         raise LaunchError("the token is missing or wrong", where=address, remedy=REMEDY)
     if answer.status != 200:
-        said = content.decode(errors="replace").strip()
-        raise LaunchError(f"answers {answer.status}: {said[:500]}", where=address, remedy="look at that run")
+        text = content.decode(errors="replace").strip()
+        raise LaunchError(f"answers {answer.status}: {text[:500]}", where=address, remedy="look at that run")
     try:
         return msgspec.json.decode(content, type=RunHealth)
     except msgspec.MsgspecError as error:

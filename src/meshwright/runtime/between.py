@@ -232,8 +232,8 @@ def _in_step(call: Call, sizes: MeasuredSizes, settle: Call) -> float:
     call()
     settle()
     once_s = max(from_every_rank(time.perf_counter() - start))
-    several = min(MOST_CALLS, max(1, int(BLOCK_S / once_s)))
-    blocks = min(sizes.repeats, max(LEAST_BLOCKS, int(sizes.most_s / once_s / several)))
+    calls = min(MOST_CALLS, max(1, int(BLOCK_S / once_s)))
+    blocks = min(sizes.repeats, max(LEAST_BLOCKS, int(sizes.most_s / once_s / calls)))
     meet()
     for _ in range(int(WARM_S / once_s)):
         call()
@@ -241,9 +241,9 @@ def _in_step(call: Call, sizes: MeasuredSizes, settle: Call) -> float:
     seconds = []
     for _ in range(blocks):
         start = time.perf_counter()
-        for _ in range(several):
+        for _ in range(calls):
             call()
         settle()
-        seconds.append((time.perf_counter() - start) / several)
+        seconds.append((time.perf_counter() - start) / calls)
     slowest: float = max(from_every_rank(statistics.median(seconds)))
     return slowest

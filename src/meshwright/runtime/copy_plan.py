@@ -67,7 +67,7 @@ class KeptCopies(msgspec.Struct, frozen=True):
 
 def plan_copies(offers: Sequence[Sequence[TensorPiece]], hosts: Sequence[int]) -> list[KeptCopies]:
     """What each rank keeps. ``offers``: the pieces that each rank holds; ``hosts``: the number of each rank's host."""
-    several = len(set(hosts)) > 1
+    has_other_hosts = len(set(hosts)) > 1
     own: list[list[TensorPiece]] = [[] for _ in offers]
     alone: list[list[TensorPiece]] = [[] for _ in offers]
     loads = [0] * len(offers)
@@ -79,8 +79,8 @@ def plan_copies(offers: Sequence[Sequence[TensorPiece]], hosts: Sequence[int]) -
                         key=lambda rank: (loads[rank], rank))[:HOSTS]  # fmt: skip
         for rank in chosen:
             loads[rank] += piece.num_bytes
-            (alone if several and len(chosen) == 1 else own)[rank].append(piece)
-    partners = [_partner(rank, hosts) for rank in range(len(offers))] if several else []
+            (alone if has_other_hosts and len(chosen) == 1 else own)[rank].append(piece)
+    partners = [_partner(rank, hosts) for rank in range(len(offers))] if has_other_hosts else []
     return [_kept(rank, own[rank], alone, partners) for rank in range(len(offers))]
 
 

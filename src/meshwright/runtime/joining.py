@@ -77,13 +77,13 @@ def join(trainer: Trainer, place: World) -> None:
     flat = FlatParameters(trainer.parameters, trainer.groups)
     name = replica_name(place.replica)
     life = from_rank_0(lambda: int(store.add(f"lives/{name}", 1)) - 1)
-    said = {"model": trainer.graph.fingerprint, "plan": trainer.plan.digest}
+    facts = {"model": trainer.graph.fingerprint, "plan": trainer.plan.digest}
     if not isinstance(rule, Ensemble):
-        said["weights"] = digest(flat.flats)
+        facts["weights"] = digest(flat.flats)
     if life == 0:
-        check_equal(store, place, trainer.rank, said)
+        check_equal(store, place, trainer.rank, facts)
     else:
-        check_like_first(store, place, trainer.rank, said)
+        check_like_first(store, place, trainer.rank, facts)
     connection = ReplicaConnection(rule, place, trainer.rank, life)
     make = maker(trainer.optimizer, trainer.parameters.trainable) if isinstance(rule, Server) else None
     trainer.replica = Replica(place, flat, connection, make)

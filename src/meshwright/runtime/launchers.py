@@ -164,8 +164,8 @@ def slurm_address(node: str, asked: Callable[[str], str] | None = None) -> str:
         socket.getaddrinfo(node, None)
         return node
     except OSError as error:
-        said = (asked or _scontrol)(node)
-        match = re.search(r"\bNodeAddr=(\S+)", said)
+        description = (asked or _scontrol)(node)
+        match = re.search(r"\bNodeAddr=(\S+)", description)
         if match is None:
             raise LaunchError(
                 f"the name {node!r} has no address ({error.strerror or error}), and scontrol does not know it",

@@ -129,10 +129,10 @@ def not_connected(store: dist.Store, rank: int, num_ranks: int, where: str, erro
         for (host, address), other in places.items()
         if address != own and (problem := _unreachable(address, 9)) not in ("", "refused")
     ]
-    said = str(error).strip().splitlines()[0]
+    text = str(error).strip().splitlines()[0]
     if unseen:
         return LaunchError(f"{here} ({own}) cannot reach {'; '.join(unseen)}", where=where, remedy=CHECK)
-    return LaunchError(f"the ranks met, but could not connect to each other: {said}", where=where, remedy=CHECK)
+    return LaunchError(f"the ranks met, but could not connect to each other: {text}", where=where, remedy=CHECK)
 
 
 def not_met(meeting: Meeting, error: Exception) -> LaunchError:

@@ -127,8 +127,8 @@ class LossScale:
         alike: dict[torch.dtype, list[Tensor]] = {}
         for gradient in gradients:
             alike.setdefault(gradient.dtype, []).append(gradient)
-        for several in alike.values():
-            unscale_and_check(several, found_inf, inverse)
+        for values in alike.values():
+            unscale_and_check(values, found_inf, inverse)
         for axis in sorted(groups, key=lambda axis: axis == "pp"):  # last, because stages may have other axes
             found_inf = sum_over(found_inf, groups[axis])
         return found_inf

@@ -128,18 +128,18 @@ class RollCall:
         if self._leads and self.attempt == 0:
             self._publish(Attempt(tuple(self._all_come()[: self._meeting.num_hosts])))
         while True:
-            said = self._next()
-            if said.over:
-                if said.over == COMPLETE:
+            attempt = self._next()
+            if attempt.over:
+                if attempt.over == COMPLETE:
                     raise SystemExit(0)
-                raise FailedRankError(said.over, remedy=REMEDY)
-            if self._number in said.hosts:
+                raise FailedRankError(attempt.over, remedy=REMEDY)
+            if self._number in attempt.hosts:
                 self.ask.clear()
                 self.kill.clear()
                 self._begun_s = time.monotonic()
-                self._members = said.hosts
+                self._members = attempt.hosts
                 met = self._meeting.again(self.attempt)
-                met = msgspec.structs.replace(met, num_hosts=len(said.hosts), is_kept=True)
+                met = msgspec.structs.replace(met, num_hosts=len(attempt.hosts), is_kept=True)
                 return met if self.attempt == 1 else msgspec.structs.replace(met, timeout_s=MEET_AGAIN_S)
 
     def end(
@@ -159,14 +159,14 @@ class RollCall:
                 meeting_point.called_off(self._server, self._meeting.again(self.attempt).name)
         if self._leads:
             return self._decide(members, error, again, tidy)
-        said = self._next(look=True)
-        if not said.over:
+        following = self._next(look=True)
+        if not following.over:
             return False
-        if error is None and said.over == COMPLETE:
+        if error is None and following.over == COMPLETE:
             return True
         if error is not None and not is_lost and not isinstance(error, LostRankError):
             raise error
-        raise FailedRankError(said.over, remedy=REMEDY) from error
+        raise FailedRankError(following.over, remedy=REMEDY) from error
 
     def _decide(
         self,

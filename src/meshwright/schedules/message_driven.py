@@ -127,8 +127,10 @@ def ordered(
             heapq.heappush(events, (end, next(numbers), rank, None))
             target = rank + 1 if action.kind is F else rank - 1
             if 0 <= target < num_ranks:
-                came = arrived[target, action.kind] = max(end + delay(action), arrived.get((target, action.kind), 0.0))
-                heapq.heappush(events, (came, next(numbers), target, action.kind))
+                arrival = arrived[target, action.kind] = max(
+                    end + delay(action), arrived.get((target, action.kind), 0.0)
+                )
+                heapq.heappush(events, (arrival, next(numbers), target, action.kind))
     return ranks
 
 

@@ -122,7 +122,7 @@ class Station:
     def _items(self, outboxes: Mapping[str, Outbox], begin_s: float) -> list[tuple[int, float, float]]:
         own_items = [item for item, route in enumerate(self._routes) if route[self._operator] == self.name]
         inputs = self.job.workflow.operator_of[self._operator].inputs
-        came: dict[int, dict[str, Tensor]] = {}
+        received: dict[int, dict[str, Tensor]] = {}
         times: list[tuple[int, float, float]] = []
         ended_s = begin_s
         job = self.job
@@ -133,11 +133,11 @@ class Station:
             try:
                 header, payload, came_s = self._inbox.next(patience_s)
             except queue.Empty:
-                raise self._missing(set(own_items) - {item for item, *_ in times}, came, inputs) from None
-            came.setdefault(header.item, {})[header.source] = _tensor(header, payload)
-            if len(came[header.item]) < len(inputs):
+                raise self._missing(set(own_items) - {item for item, *_ in times}, received, inputs) from None
+            received.setdefault(header.item, {})[header.source] = _tensor(header, payload)
+            if len(received[header.item]) < len(inputs):
                 continue
-            item, values = header.item, came.pop(header.item)
+            item, values = header.item, received.pop(header.item)
             # an emulated device begins when input and device are there, not when Python notices it
             begun_s = max(came_s, ended_s) if self._seconds else time.time()
             result = self._compute(item, values)
@@ -148,9 +148,11 @@ class Station:
             self._send(outboxes, item, result)
         return times
 
-    def _missing(self, left: set[int], came: Mapping[int, Mapping[str, Tensor]], inputs: tuple[str, ...]) -> Exception:
+    def _missing(
+        self, left: set[int], received: Mapping[int, Mapping[str, Tensor]], inputs: tuple[str, ...]
+    ) -> Exception:
         item = min(left)
-        names = [name for name in inputs if name not in came.get(item, {})]
+        names = [name for name in inputs if name not in received.get(item, {})]
         return FailedRankError(
             f"item {item} did not come from {', '.join(names)} within {PATIENCE_S:g} s", where=self.name,
             remedy="look at the stations before it: one of them has stopped, or a link is too slow",

@@ -84,7 +84,7 @@ class Means(SimulatedExchange[Sync | Local | DiLoCo | ElasticAverage]):
     ) -> None:
         super().__init__(rule, host)
         self._exposed_s = exposed_s if isinstance(rule, Sync) else None
-        self._came: dict[int, set[int]] = {}
+        self._senders: dict[int, set[int]] = {}
         self._done: set[int] = set()
         self._known = dict.fromkeys(host.clocks, 0)
         self._joined_at = dict.fromkeys(host.clocks, 0)
@@ -102,7 +102,7 @@ class Means(SimulatedExchange[Sync | Local | DiLoCo | ElasticAverage]):
         if not self._is_due(clock):
             return
         self._known[replica] = clock
-        self._came.setdefault(clock, set()).add(replica)
+        self._senders.setdefault(clock, set()).add(replica)
         self._start_complete(time_s)
 
     def may_begin(self, replica: int) -> bool:
@@ -139,12 +139,12 @@ class Means(SimulatedExchange[Sync | Local | DiLoCo | ElasticAverage]):
 
     def _start_complete(self, time_s: float) -> None:
         """Begin the means to which all required living replicas have contributed."""
-        for clock, came in list(self._came.items()):
+        for clock, senders in list(self._senders.items()):
             members = self.host.members
-            if not all(member in came or self._joined_at[member] >= clock for member in members):
+            if not all(member in senders or self._joined_at[member] >= clock for member in members):
                 continue
-            del self._came[clock]
-            among = [member for member in members if member in came]
+            del self._senders[clock]
+            among = [member for member in members if member in senders]
             open_ones = set(among)
             for member in among:
                 finish = partial(self._finish, clock, open_ones, member)

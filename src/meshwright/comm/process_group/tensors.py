@@ -75,14 +75,16 @@ def check(tensors: Iterable[Tensor], what: str, *, written: Sequence[Tensor] = (
         _check_apart(written, what)
 
 
-def check_sizes(actual: int, wanted: int, what: str, which: str) -> None:
+def check_sizes(actual: int, wanted: int, what: str, tensor_name: str) -> None:
     """Raise an error if a number of elements is wrong.
 
     Raises:
         GroupError: ``actual`` is not ``wanted``.
     """
     if actual != wanted:
-        raise GroupError(f"{which} has {actual} elements, not {wanted}", where=what, remedy="check the tensors' shapes")
+        raise GroupError(
+            f"{tensor_name} has {actual} elements, not {wanted}", where=what, remedy="check the tensors' shapes"
+        )
 
 
 def shares_elements(tensor: Tensor) -> bool:

@@ -60,10 +60,10 @@ class LaneChannel:
 
     def move(self) -> bool:
         """Put parts that find room, and take at most one message, to be brief. Returns whether anything moved."""
-        came = bool(self._expected) and self._lane.has_come()
-        if came:
+        received = bool(self._expected) and self._lane.has_come()
+        if received:
             self._take()
-        return self._flush() or came
+        return self._flush() or received
 
     def _depart(self, number: int, event: int) -> None:
         """Wait until ``number`` messages of the stream have been put."""

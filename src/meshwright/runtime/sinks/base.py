@@ -75,8 +75,8 @@ def warned(sink: Sink) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # noqa: BLE001 - whatever a library raises
-        said = next(iter(str(error).strip().splitlines()), "")
-        log.warning("%s has not taken the last metrics: %s: %s", sink.name, type(error).__name__, said)
+        text = next(iter(str(error).strip().splitlines()), "")
+        log.warning("%s has not taken the last metrics: %s: %s", sink.name, type(error).__name__, text)
 
 
 def kept_id(path: Path) -> str:

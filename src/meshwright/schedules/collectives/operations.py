@@ -208,19 +208,21 @@ def all_to_all(algorithm: str, counts: Counts) -> Steps:
         raise ScheduleError("a row has another length", where="counts", remedy="give as many counts as ranks, each")
     sent = [list(accumulate(row, initial=0)) for row in counts]
     base = max((row[-1] for row in sent), default=0)
-    came = [list(accumulate((counts[i][j] for i in range(size)), initial=base)) for j in range(size)]
+    received = [list(accumulate((counts[i][j] for i in range(size)), initial=base)) for j in range(size)]
 
     def of(i: int, j: int) -> list[Move]:
-        return [Move(i, j, sent[i][j], came[j][i], counts[i][j])] if counts[i][j] else []
+        return [Move(i, j, sent[i][j], received[j][i], counts[i][j])] if counts[i][j] else []
 
     rounds: Rounds = [[move for i in range(size) for move in of(i, (i + turn) % size)] for turn in range(size)]
     if algorithm == "naive":
         rounds = [*rounds[:1], [move for moves in rounds[1:] for move in moves]]
     after = (
-        tuple(RequiredSum((came[j][i], came[j][i + 1]), ((i, sent[i][j]),)) for i in range(size) if counts[i][j])
+        tuple(
+            RequiredSum((received[j][i], received[j][i + 1]), ((i, sent[i][j]),)) for i in range(size) if counts[i][j]
+        )
         for j in range(size)
     )
-    space = max((row[-1] for row in came), default=0)
+    space = max((row[-1] for row in received), default=0)
     return steps_from_rounds(
         "all_to_all", algorithm, sum(map(sum, counts)), rounds, (((0, row[-1]),) for row in sent), after, space
     )
