@@ -185,11 +185,12 @@ def _sizes(value: Any) -> Hashable:
 
 def _ring(call: Call) -> tuple[RingSizes, Tensor | None]:
     """The ring in which a call of attention runs, and its mask."""
-    first = 0 if call.target is ours.attention_ring.default else 1
-    query, key, value, mask = call.args[first : first + 4]
-    window, row, _, index, balanced, _, size = call.args[-7:]
+    given = arguments(call)
+    query, key, value, mask, size, balanced = (
+        given[name] for name in ("query", "key", "value", "mask", "size", "balanced")
+    )
     moving = [key, value, *([mask] if mask is not None and mask.shape[-1] == key.shape[2] else [])]
-    steps = num_steps(query.shape[2], key.shape[2], size, index, row, window)
+    steps = num_steps(query.shape[2], key.shape[2], size, given["index"], given["row"], given["window"])
     copied = () if balanced else tuple(tensor for tensor in moving if not tensor.is_contiguous())
     return RingSizes(size, steps, balanced, num_bytes(*moving), num_bytes(*copied)), mask
 
@@ -235,10 +236,10 @@ def _functional(call: Call) -> Call:
         target, args, kwargs = aten.mm.default, args[1:3], {}
     elif target in _ACROSS:
         target = _ACROSS[target]
-        args = args[: len(target._schema.arguments)]  # type: ignore[attr-defined]
-        if call.target in _RINGS:  # the mask may cover the keys of all ranks
+        if call.target in _RINGS:  # the last four say where the ring is; the mask may cover the keys of all ranks
             place = 3 if call.target is ours.attention_ring.default else 4
-            args = (*args[:place], None, *args[place + 1 :])
+            args = (*args[:place], None, *args[place + 1 : -4])
+        args = args[: len(target._schema.arguments)]  # type: ignore[attr-defined]
     elif target in FUNCTIONAL:
         target, keyword = FUNCTIONAL[target]
         kwargs = {name: value for name, value in kwargs.items() if name != keyword}
