@@ -119,9 +119,9 @@ def test_what_runs_do_not_tell_stays_where_it_was() -> None:
     alone = [msgspec.structs.replace(case, measured_s=estimate_step(case.setup, truth).step_s) for case in alone]
     numbers = {number.name: number for number in learn(alone, START).numbers}
     assert set(numbers) == set(TIME_NUMBERS)
-    assert not numbers["communication"].told
+    assert not numbers["communication"].is_learned
     assert numbers["communication"].value == pytest.approx(START.communication)
-    assert numbers["pace"].told
+    assert numbers["pace"].is_learned
     assert numbers["pace"].value > 1.2
 
 

@@ -53,7 +53,7 @@ def test_planted_factors_are_found_from_some_runs(compute: float, communication:
     assert found.learned.error_before is not None
     assert found.learned.error is not None
     assert found.learned.error < 0.25 * found.learned.error_before
-    assert {number.name for number in found.learned.numbers if number.told} == {"pace", "communication over box"}
+    assert {number.name for number in found.learned.numbers if number.is_learned} == {"pace", "communication over box"}
 
 
 @given(st.floats(0.4, 2.5), st.floats(0.4, 2.5))

@@ -133,7 +133,7 @@ def print_learned(profile: "LearnedCluster") -> None:
         deviation = f"{number.deviation_before:.0%} -> {number.deviation:.0%}"
         table.add_row(
             number.name, f"{number.before:.4g}", f"{number.value:.4g}", deviation,
-            "" if number.told else "the runs tell little",
+            "" if number.is_learned else "the runs tell little",
         )  # fmt: skip
     if learned.numbers:
         terminal.print(table)

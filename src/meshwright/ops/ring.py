@@ -124,10 +124,10 @@ class Ring:
         goes = [holder(half, mirrored=not back) for half in have]
         comes = [holder(half, mirrored=back) for half in want]
         rows = torch.cat([tensor.unflatten(2, (2, -1)).movedim(2, 0).reshape(2, -1) for tensor in values], 1)
-        came = permute(rows, goes, comes)
+        received = permute(rows, goes, comes)
         del rows
         result = []
-        for tensor, flat in zip(values, came.split([tensor.numel() // 2 for tensor in values], 1), strict=True):
+        for tensor, flat in zip(values, received.split([tensor.numel() // 2 for tensor in values], 1), strict=True):
             batch, heads, length, width = tensor.shape
             halves = flat.reshape(2, batch, heads, length // 2, width)
             result.append(halves.movedim(0, 2).reshape(batch, heads, length, width))

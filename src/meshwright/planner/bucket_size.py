@@ -194,7 +194,7 @@ class _Scale:
             every = {bucket.parameters: self._options(bucket, texts) for bucket in buckets}
             taken: dict[tuple[str, ...], tuple[Bucket, BucketTransfer]] = {}
             for actions in self.actions:
-                computed = _made(actions)
+                computed = _computed_gradients(actions)
                 own = {names: options for names, options in every.items() if names[0] in computed}
                 charged = {
                     names: {
@@ -219,7 +219,7 @@ class _Scale:
         """The seconds that the slowest stage waits, including the charges for codecs."""
         waits = []
         for actions in self.actions:
-            computed = _made(actions)
+            computed = _computed_gradients(actions)
             charges = sum(transfer.charge_s for transfer in reductions if transfer.parameters[0] in computed)
             waits.append(exposed_s(actions, gathers, reductions) + charges)
         return max(waits)
@@ -344,7 +344,7 @@ def with_notes(plan: Plan, notes: Sequence[Note]) -> Plan:
     return msgspec.structs.replace(plan, notes=(*plan.notes, *notes)) if notes else plan
 
 
-def _made(actions: Sequence[Actions]) -> set[str]:
+def _computed_gradients(actions: Sequence[Actions]) -> set[str]:
     """The parameters whose gradients a stage computes."""
     return {name for action in actions for moment in action.moments for name in moment.gradients}
 

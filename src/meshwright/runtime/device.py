@@ -310,8 +310,8 @@ def properties(device: torch.device) -> Properties:
     """A CUDA device as its driver reports it. A CPU has no such names and sizes: its memory is 0."""
     if device.type != "cuda":
         return Properties(device.type, 0, 1, 1)
-    found = torch.cuda.get_device_properties(device)
-    return Properties(found.name, found.total_memory, found.multi_processor_count, num_cuda_devices())
+    reported = torch.cuda.get_device_properties(device)
+    return Properties(reported.name, reported.total_memory, reported.multi_processor_count, num_cuda_devices())
 
 
 def lacks(device: torch.device, precision: str) -> str:
@@ -358,10 +358,10 @@ def _driver_version() -> tuple[int, ...]:
     """The newest version of CUDA that NVIDIA's driver supports. It is asked without starting CUDA in this process."""
     version = ctypes.c_int()
     try:
-        found = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+        status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
     except (OSError, AttributeError):
         return ()
-    return divmod(version.value // 10, 100) if found == 0 else ()
+    return divmod(version.value // 10, 100) if status == 0 else ()
 
 
 class Processor(NamedTuple):

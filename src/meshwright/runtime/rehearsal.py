@@ -67,7 +67,7 @@ _COPIES = (aten._to_copy.default, aten.copy_.default)
 
 
 @dataclass
-class _Found:
+class _CountedFinding:
     finding: Finding
     times: int = 1
 
@@ -97,7 +97,7 @@ class Rehearsal(TorchDispatchMode):
         self.moment = SET_UP
         self.stream: dict[str, list[StartedOperation | Awaited]] = {}
         self.memory = DeviceMemory()
-        self._found: dict[tuple[str, ...], _Found] = {}
+        self._findings: dict[tuple[str, ...], _CountedFinding] = {}
         self._number = 0
         self._batch: list[Message] | None = None
         self._works: list[Work] = []
@@ -119,7 +119,7 @@ class Rehearsal(TorchDispatchMode):
             Finding(
                 each.finding.kind, each.finding.what, each.finding.where, each.finding.moment, (self.rank,), each.times
             )
-            for each in self._found.values()
+            for each in self._findings.values()
         ]
 
     def note(self, kind: FindingKind, what: str, where: str = "") -> None:
@@ -128,10 +128,10 @@ class Rehearsal(TorchDispatchMode):
             return
         finding = Finding(kind, what, where or _where(), self.moment, (self.rank,))
         key = (finding.kind, finding.what, finding.where, finding.moment)
-        if key in self._found:
-            self._found[key].times += 1
+        if key in self._findings:
+            self._findings[key].times += 1
         else:
-            self._found[key] = _Found(finding)
+            self._findings[key] = _CountedFinding(finding)
 
     def begin(self, moment: str) -> None:
         """Begin the next part of the run: its peak of memory is counted anew."""
@@ -173,7 +173,7 @@ class Rehearsal(TorchDispatchMode):
         if function in _COPIES:
             self._check_copy(function, args, kwargs)
         elif len(devices) > 1 and function.namespace in ("aten", "prims") and self._is_mixed(values):
-            self.note("mixed devices", f"{function}: {' and '.join(_told(value) for value in values)}")
+            self.note("mixed devices", f"{function}: {' and '.join(_tensor_text(value) for value in values)}")
             args, kwargs = pytree.tree_map_only(Tensor, lambda value: value.to(DEVICE), (args, kwargs))
         if DEVICE.type in devices and (names := written(function)) is not None:  # nothing is allocated
             given = dict(zip((each.name for each in function._schema.arguments), args, strict=False)) | kwargs
@@ -211,7 +211,7 @@ class Rehearsal(TorchDispatchMode):
     def _read(self, value: Tensor) -> Any:
         """A number that the host reads: a known constant, or a stand-in for what only the device knows."""
         if value.device.type == DEVICE.type:
-            self.note("wait", f"the host reads a value of {_told(value)}")
+            self.note("wait", f"the host reads a value of {_tensor_text(value)}")
         elif isinstance(value, FakeTensor) and value.constant is not None:
             return value.constant.item()
         elif not isinstance(value, FakeTensor):
@@ -247,7 +247,7 @@ class Rehearsal(TorchDispatchMode):
             return  # a number, which travels with the kernel
         if not (asynchronous and self._is_pinned(host)):
             way = "to the host" if target.type == "cpu" else "to the device, not asynchronously from pinned memory"
-            self.note("wait", f"a copy of {_told(source)} {way}")
+            self.note("wait", f"a copy of {_tensor_text(source)} {way}")
 
     def _is_pinned(self, value: Tensor) -> bool:
         return any(value.untyped_storage()._cdata == storage._cdata for storage in self.pinned)
@@ -268,7 +268,7 @@ class Rehearsal(TorchDispatchMode):
         value = pytree.tree_leaves(args[:position])[0]
         dtype, label = str(value.dtype).removeprefix("torch."), f"{name} {_moment(self.moment)}"
         if value.device.type != DEVICE.type and name != "barrier":
-            self.note("mixed devices", f"{name} of {_told(value)}")
+            self.note("mixed devices", f"{name} of {_tensor_text(value)}")
         if name in ("send", "recv"):
             if self._captured is not None:
                 self.note("error", f"{name} within a graph")
@@ -344,7 +344,7 @@ def _storage(value: Tensor) -> int:
     return int(value.untyped_storage()._cdata)
 
 
-def _told(value: Tensor) -> str:
+def _tensor_text(value: Tensor) -> str:
     return (
         f"{'x'.join(map(str, value.shape)) or 'one'} {str(value.dtype).removeprefix('torch.')} on {value.device.type}"
     )
