@@ -29,7 +29,7 @@ from meshwright.models import (
     segmentation_loss,
 )
 from meshwright.models.googlenet import GoogLeNet, Inception
-from meshwright.planner.factors import Factors
+from meshwright.planner.factors import FactorChoices
 from meshwright.planner.pins import read_pins
 from tests.distributed import oracle
 from tests.distributed.oracle import Subject
@@ -90,7 +90,7 @@ def possible(name: str, layout: mw.Layout) -> mw.Layout:
     graph = captured(name)
     kept, mesh = {}, layout.mesh()
     for glob, text in layout.pin.items():
-        factors = Factors(graph, layout.mixed_axes, {one.name: {} for one in graph.operators})
+        factors = FactorChoices(graph, layout.mixed_axes, {one.name: {} for one in graph.operators})
         with contextlib.suppress(LayoutError):
             read_pins(factors, {glob: text}, mesh.names)
             kept[glob] = text

@@ -25,7 +25,7 @@ from meshwright.ops import collectives
 from meshwright.planner.ahead import ALIKE, DEPTHS, USUAL, look_ahead
 from meshwright.planner.explicit import adapt_plan
 from meshwright.planner.foretell import foretell
-from meshwright.runtime.dry_run import Job, _world, rehearse
+from meshwright.runtime.dry_run import DryRunJob, _world, rehearse
 from meshwright.runtime.fake_operators import DEVICE
 from meshwright.runtime.rehearsal import Rehearsal
 from meshwright.runtime.rehearsed_graphs import RehearsedGraphs
@@ -106,7 +106,7 @@ def check_gathers(ahead: int) -> int:
     """Check the order of gathers; return the number of kernels that run during gathers."""
     subject, captured = deep_mlp()
     plan = planned(mw.Layout(dp=2, zero=3, microbatches=2), ahead)
-    job = Job(
+    job = DryRunJob(
         subject.model, subject.loss_fn, subject.batches[0], captured, plan, adapt_plan, oracle.OPTIMIZERS["AdamW"]
     )
     found = rehearse(job, 0)

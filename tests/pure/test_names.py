@@ -20,16 +20,12 @@ STORED = {("ir/result.py", "found"), ("models/googlenet.py", "one")}
 """Keys of result files, and names of parameters in checkpoints: they stay."""
 TWO_SIDES = {
     "LAMB", "LARC", "LARS", "OneBitAdam", "ZeroOneAdam",  # the optimizer, and its section of a run file
+    "Local",  # the rule local(...), and an operator on one rank, as a rule's ``local`` sees it
     "Network", "Trainer",  # names of Kubernetes' schemas
     "Operator",  # of a workflow: a model (docs/glossary.md)
     "Partial",  # a placement, and the rule partial(...)
 }  # fmt: skip
 """Class names of two modules, with the reason."""
-SHARED = {
-    "Answer", "Choice", "Choices", "Chosen", "Event", "Factors", "Job", "Local", "Option", "Pool", "Settings",
-    "Solution", "Timeline",
-}  # fmt: skip
-"""Class names that still stand for two ideas. A name that stands for one is removed from here."""
 
 
 @pytest.fixture(scope="module")
@@ -98,4 +94,4 @@ def test_each_idea_has_a_class_name_of_its_own(modules: dict[str, ast.Module]) -
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(module)
     shared = {name for name, where in places.items() if len(where) > 1}
-    assert shared == TWO_SIDES | SHARED
+    assert shared == TWO_SIDES

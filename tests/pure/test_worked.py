@@ -21,7 +21,7 @@ from meshwright.ir import files
 from meshwright.ir.result import Result, Utilization
 from meshwright.planner.inter_op.stage_prices import StagePrices
 from meshwright.planner.layerwise import divide_layers
-from meshwright.planner.workspace import Choice
+from meshwright.planner.workspace import KernelChoice
 from meshwright.schedules.collectives.operations import ALL_REDUCE, all_reduce
 from meshwright.worked import kept, planning, pruning
 from meshwright.worked.algorithms import executed
@@ -199,7 +199,7 @@ def test_pruning_finds_what_trying_every_pipeline_finds() -> None:
 
 
 def test_divisions_are_enumerated() -> None:
-    table = [Choice("a", 1, 1.0, 0), Choice("b", 2, 1.0, 0), Choice("c", 3, 1.0, 0)]
+    table = [KernelChoice("a", 1, 1.0, 0), KernelChoice("b", 2, 1.0, 0), KernelChoice("c", 3, 1.0, 0)]
     found = {"".join(piece.name for piece in pieces) for pieces in every_division(table, 4)}
     assert found == {"aaaa", "aab", "bb", "ac"}
 

@@ -33,7 +33,7 @@ from meshwright.ir.run import Run
 from meshwright.lower.plans import PlanLowering
 from meshwright.planner.explicit import adapt_plan
 from meshwright.planner.foretell import foretell
-from meshwright.runtime.dry_run import MOMENTS, Job, Rehearsed, rehearse
+from meshwright.runtime.dry_run import MOMENTS, DryRunJob, Rehearsed, rehearse
 from meshwright.runtime.optimizer import OptimizerFactory, check_factory
 from meshwright.schedules.rendezvous import StartedOperation, Stream, as_of, unmatched
 
@@ -109,7 +109,7 @@ def dry_run_captured(
             f"replicas joined by {chosen.consistency} run on CPUs only", where="dry run", remedy="dry run one replica"
         )
     foretold = foretell(PlanLowering(graph, rules), chosen, known, optimizer=kept, clips=clips)
-    job = Job(
+    job = DryRunJob(
         model, loss_fn, batch, captured, chosen, adapt_plan, factory, max_grad_norm, seed,
         frozenset(known.device.peak_flops_per_s),
     )  # fmt: skip

@@ -16,7 +16,7 @@ of the step for its data."""
 SAMPLE_EVERY_S = 0.002
 
 
-class Timeline(Protocol):
+class DeviceTimeline(Protocol):
     """The clock of a device that runs behind the host."""
 
     def mark(self) -> object:
@@ -42,7 +42,7 @@ class SpanRecorder:
         self,
         axes: Mapping[str, str] | None = None,
         memory: Callable[[], int] | None = None,
-        timeline: Timeline | None = None,
+        timeline: DeviceTimeline | None = None,
     ) -> None:
         self._axes, self._memory, self._timeline = axes or {}, memory, timeline
         self._marks: list[tuple[float, object]] = []

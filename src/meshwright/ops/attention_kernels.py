@@ -27,7 +27,7 @@ from meshwright.ops.attention_fused import (
     flash_on_cpu,
     flash_on_cpu_backward,
 )
-from meshwright.ops.attention_scores import Dropout, Results, Settings, laid_out, plain, plain_backward
+from meshwright.ops.attention_scores import Dropout, Results, ScoreSettings, laid_out, plain, plain_backward
 from meshwright.ops.library import define
 
 _Kernel = Callable[..., Results]
@@ -98,7 +98,7 @@ def attention(
     run, _ = _kernels(query, key, value, mask, dropout, causal and bool(window or first), algorithm)
     rows, columns, inner = _visible(query, key, mask, band)
     dropped = _dropout(query, key, dropout, random_key, salt, *place)
-    settings = Settings(inner, scale, dropped and dropped.part(rows, columns))
+    settings = ScoreSettings(inner, scale, dropped and dropped.part(rows, columns))
     if not _is_part(rows, columns, band):
         output, logsumexp = run(query, key, value, mask, settings)
         return laid_out(output), _statistics(logsumexp)
@@ -124,7 +124,7 @@ def attention_backward(
     _, run = _kernels(query, key, value, mask, dropout, causal and bool(window or first), algorithm)
     rows, columns, inner = _visible(query, key, mask, band)
     dropped = _dropout(query, key, dropout, random_key, salt, *place)
-    settings = Settings(inner, scale, dropped and dropped.part(rows, columns))
+    settings = ScoreSettings(inner, scale, dropped and dropped.part(rows, columns))
     if not _is_part(rows, columns, band):
         return tuple(map(laid_out, run(grad, query, key, value, mask, output, logsumexp, settings)))
     gradients = [whole.zero_() for whole in attention_backward_shape(grad, query, key, value)]

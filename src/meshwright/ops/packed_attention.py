@@ -19,7 +19,7 @@ from torch import Tensor
 from meshwright.ir.attention import FLASH, AttentionForm, Band, algorithms_of
 from meshwright.ir.rule import Rule
 from meshwright.ops.attention_kernels import attention, attention_backward
-from meshwright.ops.attention_scores import Settings, plain, plain_backward
+from meshwright.ops.attention_scores import ScoreSettings, plain, plain_backward
 from meshwright.ops.base import Call, OperatorRule, Target, make_rule
 from meshwright.ops.library import define
 
@@ -83,7 +83,7 @@ def packed(
     if query.device.type != "cpu":
         mask = _hidden(query, key, bounds, key_bounds, causal, window)
         queries, keys, values = (_alone(part, slice(None)) for part in (query, key, value))
-        output, logsumexp = plain(queries, keys, values, mask, Settings(Band(len(query), len(key)), scale))
+        output, logsumexp = plain(queries, keys, values, mask, ScoreSettings(Band(len(query), len(key)), scale))
         return output[0].transpose(0, 1).contiguous(), logsumexp[0].contiguous()
     output, logsumexp = packed_shape(query, key, value)
     output, logsumexp = output.zero_(), logsumexp.fill_(-math.inf)
@@ -109,7 +109,7 @@ def packed_backward(
         return gradients
     if query.device.type != "cpu":
         mask = _hidden(query, key, bounds, key_bounds, causal, window)
-        settings = Settings(Band(len(query), len(key)), scale)
+        settings = ScoreSettings(Band(len(query), len(key)), scale)
         grads, queries, keys, values, outputs = (
             _alone(part, slice(None)) for part in (grad, query, key, value, output)
         )

@@ -11,7 +11,7 @@ import msgspec
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import RECOMPUTE, ZERO_STAGES, Layout, Recompute, ZeroStage
 from meshwright.ir.pipeline import V_SHAPED, ScheduleName
-from meshwright.planner.factors import Factors
+from meshwright.planner.factors import FactorChoices
 from meshwright.schedules.pipeline import least_microbatches
 
 MOST_MICROBATCHES = 32
@@ -91,7 +91,7 @@ def axes_of(graph: Graph) -> Axes:
     """Find the parts of a graph's model that a layout can divide, in addition to batch and features."""
     mixtures = [operator for operator in graph.operators if operator.target.startswith("meshwright.experts.")]
     experts = math.gcd(*(graph.tensors[mixture.inputs[-1]].shape[0] for mixture in mixtures)) if mixtures else 1
-    sequences = Factors(graph, {}, {}).sequences()
+    sequences = FactorChoices(graph, {}, {}).sequences()
     attention = any(operator.target.startswith("meshwright.attention.") for operator in graph.operators)
     images = any(operator.target.startswith("aten.convolution.") for operator in graph.operators)
     return Axes(bool(sequences), attention and bool(sequences), experts, images)

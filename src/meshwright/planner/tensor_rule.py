@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.placement import misfit
-from meshwright.planner.factors import Factors, dividing_heads
+from meshwright.planner.factors import FactorChoices, dividing_heads
 from meshwright.planner.notes import ModuleNotes
 
 MIN_VOCABULARY = 1024
@@ -17,7 +17,7 @@ _CONVOLUTIONS = ("aten.convolution.", "aten.convolution_backward.")
 class TensorRule:
     """Chooses the factors that a tensor-parallel axis splits, and notes each module's choice and its reason."""
 
-    def __init__(self, factors: Factors, notes: ModuleNotes, cluster: Cluster | None) -> None:
+    def __init__(self, factors: FactorChoices, notes: ModuleNotes, cluster: Cluster | None) -> None:
         self.factors, self.notes, self.cluster = factors, notes, cluster
         self.graph, self.sizes, self.strategies = factors.graph, factors.sizes, factors.strategies
 

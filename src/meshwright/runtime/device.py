@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.comm.record import Timeline
+from meshwright.comm.record import DeviceTimeline
 from meshwright.runtime.cuda_graphs import CudaGraphs, Graphs
 from meshwright.runtime.memory import OwnMemory, has_own_memory
 from meshwright.torch_private import keep_gpu_busy
@@ -21,7 +21,7 @@ from meshwright.torch_private import keep_gpu_busy
 CPU = torch.device("cpu")
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A point in the work of a stream."""
 
     def query(self) -> bool:
@@ -82,10 +82,10 @@ class DeviceKind(Protocol):
     def pinned(self, like: Tensor) -> Tensor:
         """Memory of the host for a copy of a tensor, which the device can write while the host goes on."""
 
-    def event(self) -> Event | None:
+    def event(self) -> DeviceEvent | None:
         """The current point of the device's work; None if the device does not run behind the host."""
 
-    def timeline(self) -> Timeline | None:
+    def timeline(self) -> DeviceTimeline | None:
         """The clock of the device; None if the device does not run behind the host."""
 
     def graphs(self) -> Graphs | None:
@@ -113,11 +113,11 @@ class CpuKind:
         """Ordinary memory."""
         return torch.empty_like(like, device=CPU)
 
-    def event(self) -> Event | None:
+    def event(self) -> DeviceEvent | None:
         """None: there is nothing to wait for."""
         return None
 
-    def timeline(self) -> Timeline | None:
+    def timeline(self) -> DeviceTimeline | None:
         """None: work is done when its call returns."""
         return None
 
@@ -147,13 +147,13 @@ class CudaKind:
         """Memory of the host that is locked in place."""
         return torch.empty_like(like, device=CPU, pin_memory=True)
 
-    def event(self) -> Event | None:
+    def event(self) -> DeviceEvent | None:
         """An event on the stream of the kernels."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def timeline(self) -> Timeline | None:
+    def timeline(self) -> DeviceTimeline | None:
         """Events on the stream of the kernels."""
         return _CudaTimeline(self.device)
 

@@ -36,7 +36,7 @@ class Rehearsed(NamedTuple):
     held_bytes: int
 
 
-class Job(NamedTuple):
+class DryRunJob(NamedTuple):
     """The arguments of the trainers of a dry run, equal on all ranks. ``dtypes``: those in which the device
     computes."""
 
@@ -52,7 +52,7 @@ class Job(NamedTuple):
     dtypes: frozenset[str] = frozenset()
 
 
-def rehearse(job: Job, rank: int) -> Rehearsed:
+def rehearse(job: DryRunJob, rank: int) -> Rehearsed:
     """Run the set-up and two steps of a rank. The caller's model stays as it is.
 
     Raises:
@@ -78,7 +78,7 @@ def rehearse(job: Job, rank: int) -> Rehearsed:
     return Rehearsed(rank, rehearsal.findings, rehearsal.stream, rehearsal.memory.peak, held)
 
 
-def _trainer(job: Job, rehearsal: Rehearsal) -> Trainer:
+def _trainer(job: DryRunJob, rehearsal: Rehearsal) -> Trainer:
     trainer = Trainer(
         _fake_model(job.model), job.loss_fn, job.captured, job.plan, optimizer=job.optimizer,
         max_grad_norm=job.max_grad_norm, seed=job.seed, device=DEVICE, replan=job.replan, rules=job.captured.rules,

@@ -17,7 +17,7 @@ from meshwright.comm.groups import sum_over
 from meshwright.errors import LaunchError, LossScaleError
 from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.precision import LOSS_SCALE, Precision, is_scaled
-from meshwright.runtime.device import DeviceKind, Event, lacks
+from meshwright.runtime.device import DeviceEvent, DeviceKind, lacks
 from meshwright.torch_private import unscale_and_check, update_scale
 
 log = logging.getLogger("meshwright")
@@ -72,7 +72,7 @@ class LossScale:
         self._kind = kind
         self._scale = torch.full((), self.value, device=device)
         self._grown = torch.zeros((), dtype=torch.int32, device=device)
-        self._pending: tuple[Tensor, int, Event | None] | None = None
+        self._pending: tuple[Tensor, int, DeviceEvent | None] | None = None
 
     @property
     def on_device(self) -> bool:

@@ -46,7 +46,7 @@ from meshwright.runtime.fake_operators import (
     workspace_bytes,
     written,
 )
-from meshwright.runtime.rehearsed_memory import DeviceMemory, Pool
+from meshwright.runtime.rehearsed_memory import DeviceMemory, GraphPool
 from meshwright.runtime.unguarded import Unguarded
 from meshwright.schedules.rendezvous import Awaited, Message, StartedOperation, communicator
 from meshwright.torch_private import (
@@ -199,7 +199,7 @@ class Rehearsal(TorchDispatchMode):
             self._copies = False
 
     @contextmanager
-    def capturing(self, pool: Pool) -> Iterator[list[StartedOperation | Awaited]]:
+    def capturing(self, pool: GraphPool) -> Iterator[list[StartedOperation | Awaited]]:
         """Work that is started in this block is captured as a graph, with memory from a pool. Yields the operations of
         torch.distributed that the graph starts and awaits."""
         self._captured, self.memory.taken = [], pool

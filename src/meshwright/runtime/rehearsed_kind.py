@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwright.comm.record import Timeline
+from meshwright.comm.record import DeviceTimeline
 from meshwright.runtime.cuda_graphs import Graphs
-from meshwright.runtime.device import CopyStream, Event
+from meshwright.runtime.device import CopyStream, DeviceEvent
 from meshwright.runtime.fake_operators import DEVICE
 from meshwright.runtime.rehearsal import Rehearsal
 from meshwright.runtime.rehearsed_graphs import RehearsedGraphs
@@ -39,11 +39,11 @@ class RehearsedKind:
         self._rehearsal.pinned.add(host.untyped_storage())
         return host
 
-    def event(self) -> Event | None:
+    def event(self) -> DeviceEvent | None:
         """An event that knows in which step it was recorded."""
         return _Event(self._rehearsal, self._rehearsal.moment)
 
-    def timeline(self) -> Timeline | None:
+    def timeline(self) -> DeviceTimeline | None:
         """None: nothing takes time."""
         return None
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 
-class Pool:
+class GraphPool:
     """Memory of graphs: the bytes that live now, and those that graphs keep, because they use them whenever they are
     launched."""
 
@@ -28,17 +28,17 @@ class DeviceMemory:
     usual: int = 0
     peak: int = 0
     known: dict[int, Any] = field(default_factory=dict)
-    taken: Pool | None = None
-    pools: "weakref.WeakSet[Pool]" = field(default_factory=weakref.WeakSet)
+    taken: GraphPool | None = None
+    pools: "weakref.WeakSet[GraphPool]" = field(default_factory=weakref.WeakSet)
 
     @property
     def held(self) -> int:
         """The bytes that live now, and those of pools."""
         return self.usual + sum(pool.kept for pool in self.pools)
 
-    def pool(self) -> Pool:
+    def pool(self) -> GraphPool:
         """A new pool."""
-        pool = Pool()
+        pool = GraphPool()
         self.pools.add(pool)
         return pool
 

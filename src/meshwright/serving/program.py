@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.planner.integer_program import Rows, Solution, minimize
+from meshwright.planner.integer_program import ColumnValues, Rows, minimize
 from meshwright.serving.plan import WorkflowPlan, make_plan
 from meshwright.serving.workflow import Link, Variant, Workflow
 
@@ -94,7 +94,7 @@ class WorkflowProgram:
         values = self._solved(fixed, 0).values
         return math.inf if values is None else float(np.dot(values, self._goals))
 
-    def _solved(self, fixed: Mapping[str, str], num_integer: int) -> Solution:
+    def _solved(self, fixed: Mapping[str, str], num_integer: int) -> ColumnValues:
         upper = list(self._upper)
         for key, column in self.columns.items():
             if isinstance(key, tuple) and key[0] == "x" and fixed.get(key[1], key[2]) != key[2]:

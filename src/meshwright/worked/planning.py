@@ -15,7 +15,7 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.convnet import ConvNet
 from meshwright.ir.transformer import Transformer
 from meshwright.planner.layerwise import choice_of, divide_layers
-from meshwright.planner.search import Option, search
+from meshwright.planner.search import SetupOption, search
 from meshwright.planner.validate import executed_flops
 from meshwright.worked.line import Line, compared, held, predicted
 
@@ -293,14 +293,14 @@ def _points_off(published: Sequence[float], ours: Sequence[float]) -> list[float
     ]
 
 
-def _on_grids(sizes: tuple[int, int, int], cluster: Cluster) -> list[Option]:
+def _on_grids(sizes: tuple[int, int, int], cluster: Cluster) -> list[SetupOption]:
     """The options of a step of 8,192 sequences of 2,048 tokens on grids of ranks, whole layers recomputed, the fastest
     first."""
     options = search(_gpt(*sizes, sequence=2048), cluster, global_batch=8192, grids="only").options
     return sorted((_recomputing(option, cluster) for option in options), key=lambda option: option.step_s)
 
 
-def _recomputing(option: Option, cluster: Cluster) -> Option:
+def _recomputing(option: SetupOption, cluster: Cluster) -> SetupOption:
     """The option with whole layers recomputed."""
     setup = msgspec.structs.replace(option.setup, recompute="full")
     return msgspec.structs.replace(option, setup=setup, estimate=estimate_step(setup, cluster), rehearsed_s=None)

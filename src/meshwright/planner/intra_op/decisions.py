@@ -31,9 +31,9 @@ class Decision:
 
 @dataclass
 class Decisions:
-    """All decisions of a graph (``entries``). ``place`` maps an operator to the index of its decision, and its index among
-    the members of the decision. ``followers`` are views with one reader. A follower is split in the way that its reader
-    needs."""
+    """All decisions of a graph (``entries``). ``place`` maps an operator to the index of its decision, and its index
+    among the members of the decision. ``followers`` are views with one reader. A follower is split in the way that its
+    reader needs."""
 
     entries: list[Decision] = field(default_factory=list)
     place: dict[str, tuple[int, int]] = field(default_factory=dict)
