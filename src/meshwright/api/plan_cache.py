@@ -187,8 +187,8 @@ def _remove_oldest(directory: Path) -> None:
     """Remove the oldest plans, so that at most ``MOST_PLANS`` stay. Another process may remove them at the same
     time."""
     with suppress(FileNotFoundError):
-        every = sorted(directory.glob("*.json"), key=lambda path: path.stat().st_mtime)
-        for path in every[:-MOST_PLANS]:
+        paths = sorted(directory.glob("*.json"), key=lambda path: path.stat().st_mtime)
+        for path in paths[:-MOST_PLANS]:
             path.unlink(missing_ok=True)
 
 

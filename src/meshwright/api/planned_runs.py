@@ -164,8 +164,8 @@ def searches_of(
 def _programs(graph: Graph, plan: Plan, rank: int) -> RankPrograms:
     """The programs of all stages of a rank."""
     place = plan.mesh.coordinates(rank).get("pp", 0)
-    every = PlanLowering(graph)(plan, rank - plan.mesh.stage_ranks(place).start)
-    return RankPrograms(rank=rank, programs=tuple(every[stage] for stage in plan.pipeline.stages_of(place)))
+    programs = PlanLowering(graph)(plan, rank - plan.mesh.stage_ranks(place).start)
+    return RankPrograms(rank=rank, programs=tuple(programs[stage] for stage in plan.pipeline.stages_of(place)))
 
 
 def simulate_run(

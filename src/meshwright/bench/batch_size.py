@@ -152,10 +152,10 @@ def _check(run: Run, sizes: Sequence[int], target: float, rules: Sequence[str]) 
     if not math.isfinite(target):
         raise FileFormatError(f"{target} is no loss", where="--target", remedy="give a number, such as 2.5")
     for key in ("name", "scaling", "batch_sizes"):
-        given = getattr(run.schedule, key)
-        if given not in ("none", ()):
+        value = getattr(run.schedule, key)
+        if value not in ("none", ()):
             raise FileFormatError(
-                f"it is {given!r}: how long it takes would depend on it", where=f"schedule.{key}",
+                f"it is {value!r}: how long it takes would depend on it", where=f"schedule.{key}",
                 remedy="leave it out; warmup_steps may stay",
             )  # fmt: skip
     if run.layout.file:

@@ -197,9 +197,9 @@ def _to_goal(key: str, finding: BatchSizes) -> Found:
         yield from _follows(f"{at}.target_s", p.target_s, count * p.series.value_s, "by steps and value_s")
 
 
-def _follows(key: str, given: float, right: float, how: str) -> Found:
-    if not math.isclose(given, right, rel_tol=TOLERANCE):
-        yield key, f"{given:.6g} does not follow: {how} it is {right:.6g}", "compute it from the numbers of the file"
+def _follows(key: str, stated: float, right: float, how: str) -> Found:
+    if not math.isclose(stated, right, rel_tol=TOLERANCE):
+        yield key, f"{stated:.6g} does not follow: {how} it is {right:.6g}", "compute it from the numbers of the file"
 
 
 def spread(result: Result) -> Found:

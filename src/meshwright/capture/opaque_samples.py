@@ -88,8 +88,8 @@ class SampledCall:
 
 def can_run(model: nn.Module, leaves: Leaves) -> bool:
     """Whether model and batch have values."""
-    every = (*model.parameters(), *model.buffers(), *leaves.tensors.values())
-    return not any(value.is_meta for value in every)
+    tensors_read = (*model.parameters(), *model.buffers(), *leaves.tensors.values())
+    return not any(value.is_meta for value in tensors_read)
 
 
 def sample(

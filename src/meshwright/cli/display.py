@@ -38,8 +38,8 @@ def examples(*calls: str, note: str = "") -> str:
 
 def command(*words: str, options: Mapping[str, object], arguments: Iterable[str] = ()) -> str:
     """The command line that repeats a call. Words and options that are 0 or empty are left out."""
-    given = [(f"--{name.replace('_', '-')}", str(value)) for name, value in options.items() if value]
-    return shlex.join(["meshwright", *filter(None, words), *chain.from_iterable(given), *arguments])
+    words_of_options = [(f"--{name.replace('_', '-')}", str(value)) for name, value in options.items() if value]
+    return shlex.join(["meshwright", *filter(None, words), *chain.from_iterable(words_of_options), *arguments])
 
 
 def console() -> Console:

@@ -203,8 +203,8 @@ def _planned(target: str, accuracy: float | None, arrivals: str, seed: int) -> "
 def _command(name: str, target: str, accuracy: float | None, arrivals: str, seed: int, **options: object) -> str:
     flags = [f"--{key}" for key, value in options.items() if value is True]
     others = {key: value for key, value in options.items() if not isinstance(value, bool)}
-    given = {"accuracy": accuracy, "arrivals": "" if arrivals == "even" else arrivals, "seed": seed, **others}
-    return display.command("serve", name, target, options=given, arguments=flags)
+    options_set = {"accuracy": accuracy, "arrivals": "" if arrivals == "even" else arrivals, "seed": seed, **others}
+    return display.command("serve", name, target, options=options_set, arguments=flags)
 
 
 def _write_page(

@@ -49,9 +49,9 @@ def predict_steps(
     work: StepWork, schedules: Sequence[Schedule], mesh: Mesh, cluster: Cluster, *, overlap: bool = False
 ) -> list[Predicted]:  # fmt: skip
     """``predict_step`` for schedules that differ only in their number of micro-batches."""
-    every = (_beside if overlap else _in_turn)(work, schedules, Fabric(cluster, mesh))
+    predictions = (_beside if overlap else _in_turn)(work, schedules, Fabric(cluster, mesh))
     more_s = cluster.software.step_s
-    return [msgspec.structs.replace(predicted, step_s=predicted.step_s + more_s) for predicted in every]
+    return [msgspec.structs.replace(predicted, step_s=predicted.step_s + more_s) for predicted in predictions]
 
 
 def _in_turn(work: StepWork, schedules: Sequence[Schedule], fabric: Fabric) -> Iterator[Predicted]:

@@ -163,8 +163,8 @@ _Choice = tuple[BucketTransfer, ...]
 
 
 def _by_parameter(choices: Iterable[Sequence[BucketTransfer]]) -> dict[str, _Choice]:
-    every = [tuple(choice) for choice in choices]
-    return {name: choice for choice in every for name in choice[0].parameters}
+    choice_tuples = [tuple(choice) for choice in choices]
+    return {name: choice for choice in choice_tuples for name in choice[0].parameters}
 
 
 def _lines(action: Actions, gathered: Mapping[str, _Choice], reduced: Mapping[str, _Choice]) -> list["_Line"]:
@@ -200,7 +200,7 @@ def _lines(action: Actions, gathered: Mapping[str, _Choice], reduced: Mapping[st
                 line.reduce(transfer)
             lines = _ahead([line for line, _ in pairs])
     for line in lines:
-        line.finish_all(every=True)
+        line.finish_all(all_transfers=True)
     return lines
 
 
@@ -251,7 +251,7 @@ class _Line:
     def reduce(self, transfer: BucketTransfer) -> None:
         """Start the reduction of a bucket."""
         if transfer.alone:
-            self.finish_all(every=False)
+            self.finish_all(all_transfers=False)
         self.start(transfer)
         self.charge_s += transfer.charge_s
         self.chosen.append(transfer)
@@ -274,7 +274,7 @@ class _Line:
         if transfer in self.ends_s:
             self.now_s = max(self.now_s, self.ends_s.pop(transfer)) + transfer.after_s
 
-    def finish_all(self, *, every: bool) -> None:
-        """Wait for the end of all reductions; with ``every``, of all transfers."""
-        for transfer in list(self.ends_s) if every else [each for each in self.chosen if each in self.ends_s]:
+    def finish_all(self, *, all_transfers: bool) -> None:
+        """Wait for the end of all reductions; with ``all_transfers``, of all transfers."""
+        for transfer in list(self.ends_s) if all_transfers else [each for each in self.chosen if each in self.ends_s]:
             self.finish(transfer)

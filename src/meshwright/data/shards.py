@@ -49,8 +49,8 @@ class Shards(Store):
         *,
         skip_bad: bool = False,
     ) -> None:
-        given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-        self._paths = [path for pattern in given for path in _matches(os.fspath(pattern))]
+        patterns = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+        self._paths = [path for pattern in patterns for path in _matches(os.fspath(pattern))]
         self.where = self._paths[0] if len(self._paths) == 1 else f"{len(self._paths)} shards"
         self._decoders = {**_USUAL, **(decoders or {})}
         truncated: list[str] = []

@@ -66,7 +66,7 @@ def shell(words: list[str]) -> str:
     return shlex.join(words)
 
 
-def called(words: list[str], where: str, given: str = "") -> str:
+def called(words: list[str], where: str, text_input: str = "") -> str:
     """Run another program's command, and return what it prints.
 
     Raises:
@@ -76,7 +76,7 @@ def called(words: list[str], where: str, given: str = "") -> str:
         raise LaunchError(
             f"{words[0]} is not installed here", where=where, remedy=f"run this where {words[0]} is, or --dry-run"
         )
-    done = subprocess.run(words, input=given, capture_output=True, text=True, check=False)
+    done = subprocess.run(words, input=text_input, capture_output=True, text=True, check=False)
     if done.returncode:
         text = (done.stderr or done.stdout).strip() or f"it ended with {done.returncode}"
         raise LaunchError(text, where=shell(words), remedy="correct what it refuses; --dry-run shows what is submitted")

@@ -131,10 +131,10 @@ def _sum_of_clamped(start: int, count: int, most: int) -> int:
 def computed_fraction(pairs: float, queries: int, keys: int, on_cpu: bool) -> float:
     """The fraction of all pairs of queries and keys that a fused kernel computes, if it skips the blocks of keys
     without one of the ``pairs``."""
-    every = queries * keys
-    if not every or keys <= BLOCK[on_cpu]:
+    all_pairs = queries * keys
+    if not all_pairs or keys <= BLOCK[on_cpu]:
         return 1.0
-    return min(1.0, (pairs + queries * BLOCK[on_cpu] / 2) / every) if pairs < every else 1.0
+    return min(1.0, (pairs + queries * BLOCK[on_cpu] / 2) / all_pairs) if pairs < all_pairs else 1.0
 
 
 def backward_bytes(rows: int, width: int) -> int:

@@ -116,8 +116,8 @@ def workspace_bytes(kernel: Kernel, on_cpu: bool) -> int:
 def work_of(sizes: ConvolutionSizes, text: str) -> CallRequirements:
     """The requirements of a call whose samples are computed as ``text`` says (``ir/operator_algorithm.py``). The
     workspace of PyTorch's own algorithm is not counted here (see ``native_bytes``)."""
-    every = list(divide(text, sizes.samples))
-    done = [piece_work(sizes._replace(samples=samples), name, len(every) == 1) for name, samples in every]
+    pieces = list(divide(text, sizes.samples))
+    done = [piece_work(sizes._replace(samples=samples), name, len(pieces) == 1) for name, samples in pieces]
     most = max((work.workspace_bytes for work in done), default=0)
     return CallRequirements(most, tuple(kernel for work in done for kernel in work.kernels))
 

@@ -90,8 +90,8 @@ def _cluster(cluster: Cluster, device: Device, levels: tuple[Level, ...]) -> Clu
 
 def _overlapped(levels: tuple[Level, ...], device: Device, ranks: range) -> list[UnitOfRanks]:
     """The units of the outermost level that hold at least one of the ranks."""
-    every = units_of(levels, device) if levels else ()
-    return [unit for unit in every if unit.start < ranks.stop and ranks.start < unit.stop]
+    units = units_of(levels, device) if levels else ()
+    return [unit for unit in units if unit.start < ranks.stop and ranks.start < unit.stop]
 
 
 def _fills_units(levels: tuple[Level, ...], ranks: range) -> bool:

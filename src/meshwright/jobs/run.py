@@ -154,8 +154,8 @@ def _events(directory: Path) -> tuple[Event, ...]:
 def expected_seconds(graph: JobGraph, events: Sequence[Event]) -> dict[str, float]:
     """The expected seconds of each vertex for which they are known: those of the graph, or of the last run."""
     measured = {event.vertex: event.end_s - event.start_s for event in events if isinstance(event, Finished)}
-    given = {name: vertex.seconds for name, vertex in graph.vertices.items()}
-    known = {name: measured.get(name) if seconds is None else seconds for name, seconds in given.items()}
+    stated = {name: vertex.seconds for name, vertex in graph.vertices.items()}
+    known = {name: measured.get(name) if seconds is None else seconds for name, seconds in stated.items()}
     return {name: seconds for name, seconds in known.items() if seconds is not None}
 
 

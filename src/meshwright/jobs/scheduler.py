@@ -127,13 +127,13 @@ class Scheduler:
         inside = {name: [other for other in before[name] if other in unit.members] for name in unit.members}
         for name in topological(inside):
             inputs = {}
-            for given, source in self._graph.vertices[name].sources().items():
+            for input_name, source in self._graph.vertices[name].sources().items():
                 if source.path:
-                    inputs[given] = outside(self._folder / source.path)
+                    inputs[input_name] = outside(self._folder / source.path)
                 elif source.vertex in unit.members:
-                    inputs[given] = keys[source.vertex]
+                    inputs[input_name] = keys[source.vertex]
                 else:
-                    inputs[given] = self.finished[source.vertex].outputs[source.output].sha256
+                    inputs[input_name] = self.finished[source.vertex].outputs[source.output].sha256
             parts = msgspec.json.encode([self._digests[name], sorted(inputs.items())])
             keys[name] = hashlib.sha256(parts).hexdigest()
         return keys
@@ -144,8 +144,8 @@ class Scheduler:
         self._journal.write(Started(time_s=time.time(), unit=unit.name, attempt=attempt, node=slot.node))
         self._running[unit.name] = slot, keys
         pipes = tuple(
-            Pipe(writer=writer, output=output, reader=reader, input=given)
-            for writer, output, reader, given in self._graph.streams()
+            Pipe(writer=writer, output=output, reader=reader, input=input_name)
+            for writer, output, reader, input_name in self._graph.streams()
             if writer in unit.members
         )
         self._carrier.start(
@@ -160,7 +160,7 @@ class Scheduler:
     def _task(self, name: str, attempt: int, key: str) -> Task:
         vertex = self._graph.vertices[name]
         directory = self._directory / "work" / name / f"{attempt}"
-        inputs = {given: self._given(vertex, given) for given in vertex.inputs}
+        inputs = {input_name: self._given(vertex, input_name) for input_name in vertex.inputs}
         threads = max(1, int(vertex.cores) // vertex.num_ranks)
         task = Task(vertex=name, directory=str(directory), inputs=inputs, outputs=vertex.outputs, threads=threads)
         replace = msgspec.structs.replace
@@ -175,7 +175,10 @@ class Scheduler:
     ) -> Training:
         """The training of a vertex. Its directory is that of its key, so that another attempt goes on from the last
         checkpoint, and another training starts anew."""
-        paths = {given: value.path or str(directory / "inputs" / given / value.file) for given, value in inputs.items()}
+        paths = {
+            input_name: value.path or str(directory / "inputs" / input_name / value.file)
+            for input_name, value in inputs.items()
+        }
         return Training(
             run=run_of(vertex, self._folder, paths), where=str(self._folder / vertex.run), ranks=vertex.ranks,
             directory=str(self._directory / "work" / name / f"run-{key[:12]}"), outputs={},

@@ -84,8 +84,8 @@ def emit_stage(
     """Emit the calls of a stage. Recomputation matters here only for mixtures of experts
     (``PlannedGraph.mixtures_again``). Arguments and errors are the same as for ``lower_stage``."""
     microbatches = planned.plan.microbatches
-    every = {**groups, **({TIME: AxisGroup(TIME, microbatches, 0)} if microbatches > 1 else {})}
-    return _StageLowering(planned, stage, every, device, rules).emitted()
+    all_groups = {**groups, **({TIME: AxisGroup(TIME, microbatches, 0)} if microbatches > 1 else {})}
+    return _StageLowering(planned, stage, all_groups, device, rules).emitted()
 
 
 class _StageLowering:

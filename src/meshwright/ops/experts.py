@@ -277,11 +277,11 @@ def _gathered(local: Local) -> Any:
     (index, parts), (place, _) = local.coordinate("e"), local.coordinate("te")
     each = local.size("e") // size // parts
     first = each * (index * size + place if parts > 1 and local.outside("e", "te") else place * parts + index)
-    every = []
+    gathered = []
     for position, tensor in enumerate(tensors):
         rows, *rest = local.input_shape(position)
-        every.append(local.call(aten.reshape.default, local.all_gather(tensor, "te"), [size * rows, *rest]))
-    results = local.call(local.target, *every, up, down, activation, first, size * parts)
+        gathered.append(local.call(aten.reshape.default, local.all_gather(tensor, "te"), [size * rows, *rest]))
+    results = local.call(local.target, *gathered, up, down, activation, first, size * parts)
 
     def scattered(value: Value, output: int) -> Value:
         return local.reduce_scatter(local.call(aten.reshape.default, value, [size, *local.shape(output)]), "te")

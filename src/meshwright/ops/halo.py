@@ -75,17 +75,17 @@ def split_side(local: Local, name: str, index: int, space: int) -> Side | None:
     return None
 
 
-def fetch(local: Local, value: Value, sides: Sequence[Side], every: Sequence[Window], fill: float = 0.0) -> Value:
+def fetch(local: Local, value: Value, sides: Sequence[Side], windows: Sequence[Window], fill: float = 0.0) -> Value:
     """Fetch the rows of the image that this rank's windows read, in each split dim."""
     for side in sides:
-        value = local.halo(value, side.factor, side.dim, side.image, every[side.index].ranges(side.output), fill)
+        value = local.halo(value, side.factor, side.dim, side.image, windows[side.index].ranges(side.output), fill)
     return value
 
 
-def give_back(local: Local, value: Value, sides: Sequence[Side], every: Sequence[Window]) -> Value:
+def give_back(local: Local, value: Value, sides: Sequence[Side], windows: Sequence[Window]) -> Value:
     """Send ``value``, terms of sums over the rows that this rank's windows read, to the rows' owners for addition."""
     for side in reversed(sides):
-        value = local.halo_sum(value, side.factor, side.dim, side.image, every[side.index].ranges(side.output))
+        value = local.halo_sum(value, side.factor, side.dim, side.image, windows[side.index].ranges(side.output))
     return value
 
 

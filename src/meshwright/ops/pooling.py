@@ -134,8 +134,10 @@ class _Place:
     whole: list[int]
 
     @classmethod
-    def of(cls, local: Local, shape: Sequence[int], sides: Sequence[Side], every: Sequence[Window] | None) -> "_Place":
-        """Return the place of a part of shape ``shape``. ``every`` has the windows of all spatial dims; without it, a
+    def of(
+        cls, local: Local, shape: Sequence[int], sides: Sequence[Side], windows: Sequence[Window] | None
+    ) -> "_Place":
+        """Return the place of a part of shape ``shape``. ``windows`` has the windows of all spatial dims; without it, a
         rank reads only its own part."""
         rank = sides[0].space
         rows = list(shape[-rank:])
@@ -143,8 +145,8 @@ class _Place:
         for side in sides:
             part, _ = local.coordinate(side.factor)
             low, high = side.image[part : part + 2]
-            if every is not None:
-                low, high = every[side.index].ranges(side.output)[part]
+            if windows is not None:
+                low, high = windows[side.index].ranges(side.output)[part]
             place.lows[side.index], place.rows[side.index] = low, high - low
             place.whole[side.index] = side.image[-1]
         return place

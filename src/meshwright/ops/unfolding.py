@@ -29,11 +29,11 @@ def _windows(given: dict[str, Any]) -> tuple[list[int], list[Window]]:
 def unfold_rule(call: Call) -> Rule:
     """``^n c ~y ~x -> n (c !p !q) (~y1 ~x1)``, or the reverse for folding back."""
     back = call.target is aten.col2im.default
-    kernel, every = _windows(arguments(call))
+    kernel, windows = _windows(arguments(call))
     image = (call.outputs[0] if back else call.tensors[0]).shape[-2:]
     counts = [
         (rows + 2 * window.padding - window.extent) // window.stride + 1
-        for rows, window in zip(image, every, strict=True)
+        for rows, window in zip(image, windows, strict=True)
     ]
     lead = "n " if call.tensors[0].dim() == (3 if back else 4) else ""
 
@@ -60,11 +60,11 @@ def unfold_local(local: Local) -> Any:
 def fold_local(local: Local) -> Any:
     """Run ``aten.col2im`` on one rank: fold into own rows and halo rows, then send the halo rows to their owners."""
     given, sides, size = arguments(local), split_sides(local, 2), local.shape()[-2:]
-    every = _windows(given)[1]
+    windows = _windows(given)[1]
     for side in sides:
         part, _ = local.coordinate(side.factor)
-        size[side.index] = every[side.index].rows(side.output[part + 1] - side.output[part])
-    return give_back(local, local.call(local.target, given["self"], size, *_settings(given, sides)), sides, every)
+        size[side.index] = windows[side.index].rows(side.output[part + 1] - side.output[part])
+    return give_back(local, local.call(local.target, given["self"], size, *_settings(given, sides)), sides, windows)
 
 
 # --- windows of one dim -----------------------------------------------------------------------------------------------

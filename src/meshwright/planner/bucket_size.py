@@ -191,11 +191,11 @@ class _Scale:
         of it."""
         usual = min(self.gathers, key=_unusual)
         for size, buckets in self.dense.items():
-            every = {bucket.parameters: self._options(bucket, texts) for bucket in buckets}
+            options_of = {bucket.parameters: self._options(bucket, texts) for bucket in buckets}
             taken: dict[tuple[str, ...], tuple[Bucket, BucketTransfer]] = {}
             for actions in self.actions:
                 computed = _computed_gradients(actions)
-                own = {names: options for names, options in every.items() if names[0] in computed}
+                own = {names: options for names, options in options_of.items() if names[0] in computed}
                 charged = {
                     names: {
                         transfer._replace(charge_s=charge_s / len(own) * bool(bucket.codings)): bucket
@@ -205,7 +205,7 @@ class _Scale:
                 }
                 for best in least_exposed(actions, self.gathers[usual], [[*each] for each in charged.values()]):
                     taken[best.parameters] = charged[best.parameters][best], best
-            chosen = [taken.get(bucket.parameters, every[bucket.parameters][0]) for bucket in buckets]
+            chosen = [taken.get(bucket.parameters, options_of[bucket.parameters][0]) for bucket in buckets]
             self.reduced[size] = tuple(bucket for bucket, _ in chosen)
             self.reductions[size] = [transfer for _, transfer in chosen]
 

@@ -59,14 +59,14 @@ class Space:
         alone = {"inter": shape.pp == shape.num_ranks, "intra": shape.pp == 1}
         return alone.get(only, True) and self.holds(shape)
 
-    def within(self, every: Iterable[Layout], only: Only) -> list[Layout]:
+    def within(self, shapes: Iterable[Layout], only: Only) -> list[Layout]:
         """The divisions of the ranks that belong to the space, with the least recomputation that the space allows."""
-        return [self.least(shape) for shape in every if self.has(shape, only)]
+        return [self.least(shape) for shape in shapes if self.has(shape, only)]
 
     def runs(self, shape: Layout, batch_size: int) -> list[Layout]:
         """The layouts with this division of the ranks that belong to the space."""
-        every = runs(shape, batch_size, self.fewest)
-        return [run for run in every if run.pp == 1 or run.schedule in self.schedules]
+        candidates = runs(shape, batch_size, self.fewest)
+        return [run for run in candidates if run.pp == 1 or run.schedule in self.schedules]
 
 
 EVERYTHING = Space()

@@ -115,19 +115,19 @@ def choices_of(sizes: ConvolutionSizes, rates: Rates, times: AlgorithmTimes | No
     timings = times.of(sizes) if times is not None else ()
     deviations: dict[KernelChoice, float] = {}
     if timings:
-        every = [
+        kernels = [
             KernelChoice(timing.algorithm, timing.sizes.samples, timing.seconds, timing.workspace_bytes)
             for timing in timings
         ]
-        deviations = dict(zip(every, (timing.deviation for timing in timings), strict=True))
+        deviations = dict(zip(kernels, (timing.deviation for timing in timings), strict=True))
     else:
-        every = [
+        kernels = [
             _closed_form(sizes, name, samples, rates)
             for samples in piece_sizes(sizes.samples)
             for name in algorithms_of(sizes)
         ]
-    native = next(choice for choice in every if choice.name == NATIVE and choice.samples == sizes.samples)
-    return ConvolutionChoices(tuple(every), native, deviations)
+    native = next(choice for choice in kernels if choice.name == NATIVE and choice.samples == sizes.samples)
+    return ConvolutionChoices(tuple(kernels), native, deviations)
 
 
 def _closed_form(sizes: ConvolutionSizes, name: str, samples: int, rates: Rates) -> KernelChoice:
@@ -158,23 +158,23 @@ def choose(
     if not limit and times is None:
         return ChosenAlgorithms()
     known: dict[ConvolutionSizes, ConvolutionChoices] = {}
-    every: dict[str, ConvolutionChoices] = {}
+    choices_by_name: dict[str, ConvolutionChoices] = {}
     for operator in operators:
         sizes = sizes_of(program(operator)) if operator.target.startswith("aten.convolution") else None
         if sizes is not None and sizes.samples:
             known[sizes] = known.get(sizes) or choices_of(sizes, rates, times)
-            every[operator.name] = known[sizes]
+            choices_by_name[operator.name] = known[sizes]
     if limit and layout.workspace_over == "network":
         taken: dict[str, Division] = {}
-        for rank in sorted({rank_of.get(name, 0) for name in every}):
-            own = {name: choices for name, choices in every.items() if rank_of.get(name, 0) == rank}
+        for rank in sorted({rank_of.get(name, 0) for name in choices_by_name}):
+            own = {name: choices for name, choices in choices_by_name.items() if rank_of.get(name, 0) == rank}
             taken |= share({name: _each(name, choices, limit) for name, choices in own.items()}, limit)
     else:
-        taken = {name: _fastest(name, choices, limit or NO_LIMIT) for name, choices in every.items()}
+        taken = {name: _fastest(name, choices, limit or NO_LIMIT) for name, choices in choices_by_name.items()}
     texts = {name: _text(division) for name, division in taken.items()}
     shown = {name for name, text in texts.items() if limit or text != NATIVE}
     others = {name: text for name, text in texts.items() if text != NATIVE}
-    return ChosenAlgorithms(texts=others, notes=_notes(taken, every, shown))
+    return ChosenAlgorithms(texts=others, notes=_notes(taken, choices_by_name, shown))
 
 
 def _fastest(name: str, choices: ConvolutionChoices, limit: int) -> Division:
@@ -199,13 +199,15 @@ def _text(division: Division) -> str:
     return text_of((piece.name, piece.samples) for piece in division.pieces)
 
 
-def _notes(taken: Mapping[str, Division], every: Mapping[str, ConvolutionChoices], shown: set[str]) -> tuple[Note, ...]:
+def _notes(
+    taken: Mapping[str, Division], choices_by_name: Mapping[str, ConvolutionChoices], shown: set[str]
+) -> tuple[Note, ...]:
     """A note for each convolution: its algorithms and their numbers of samples, workspace and seconds."""
     lines = {}
     for name, division in taken.items():
         if name not in shown:
             continue
-        choices, text = every[name], _text(division)
+        choices, text = choices_by_name[name], _text(division)
         how = "measured" if choices.measured else "by FLOPs and bytes"
         reason = f"{units.size(division.workspace_bytes)} of workspace, {units.seconds(division.seconds)} {how}"
         if text != NATIVE:

@@ -113,8 +113,8 @@ def _host_s(work: StepWork, schedule: Schedule, outside_s: float) -> float:
     """The seconds in which the device waits for its host, on the rank with the longest such wait."""
     waits = []
     for actions in schedule.ranks:
-        every = [work.stages[action.stage].pieces.get(action.kind.value, ()) for action in actions]
+        piece_lists = [work.stages[action.stage].pieces.get(action.kind.value, ()) for action in actions]
         for stage in {action.stage for action in actions}:
-            every += [work.stages[stage].before, work.stages[stage].after]
-        waits.append(sum(piece.host_s for pieces in every for piece in pieces if isinstance(piece, Compute)))
+            piece_lists += [work.stages[stage].before, work.stages[stage].after]
+        waits.append(sum(piece.host_s for pieces in piece_lists for piece in pieces if isinstance(piece, Compute)))
     return max(waits) + outside_s

@@ -89,8 +89,8 @@ def _forms(fabric: Fabric, target: int) -> tuple[tuple[int, ...], ...]:
     entry in the plan (``ir.plan.Stage``)."""
     ranks = fabric.mesh.stage_ranks(target)
     boxes = tuple(len(list(inside)) for _, inside in groupby(ranks, lambda rank: _box_of(fabric.cluster, rank)))
-    every = (len(ranks),), boxes, (1,) * len(ranks)
-    return every if fabric.mesh.stages else every[::-1]
+    forms = (len(ranks),), boxes, (1,) * len(ranks)
+    return forms if fabric.mesh.stages else forms[::-1]
 
 
 def _box_of(cluster: Cluster, rank: int) -> int:

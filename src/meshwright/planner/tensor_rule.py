@@ -87,8 +87,8 @@ class TensorRule:
                 reduced |= inside
             if "softmax" in operator.target:
                 vocabulary.update({operator.classes[letter]: None for letter in operator.rule.decompositions})
-        every = {name for dim in heads for name in dim}
-        hidden = [name for name in produced if name in reduced and name not in every]
+        head_factors = {name for dim in heads for name in dim}
+        hidden = [name for name in produced if name in reduced and name not in head_factors]
         return heads, hidden, [name for name in vocabulary if name in produced]
 
     def _takes(self, name: str, axis: str, chosen: Iterable[str], decompose: bool = False) -> bool:

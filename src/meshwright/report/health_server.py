@@ -64,8 +64,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer a request."""
-        given = self.headers.get("Authorization", "").encode(errors="replace")
-        if not hmac.compare_digest(given, self.expected):
+        authorization = self.headers.get("Authorization", "").encode(errors="replace")
+        if not hmac.compare_digest(authorization, self.expected):
             self._answer(401, "text/plain", b"the token is missing or wrong\n")
             return
         if self.path not in ("/health", "/metrics"):

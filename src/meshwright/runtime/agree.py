@@ -20,12 +20,12 @@ def same_path(path: str | os.PathLike[str]) -> tuple[AnyPath, str]:
     return place_of(path), where
 
 
-def differing(what: str, every: list[str], where: str) -> CheckpointError | None:
+def differing(what: str, by_rank: list[str], where: str) -> CheckpointError | None:
     """The error to raise if the values of ranks differ; None if they are equal."""
-    for rank, other in enumerate(every):
-        if other != every[0]:
+    for rank, other in enumerate(by_rank):
+        if other != by_rank[0]:
             return CheckpointError(
-                f"{what} is {other} on rank {rank}, {every[0]} on rank 0",
+                f"{what} is {other} on rank {rank}, {by_rank[0]} on rank 0",
                 where=where,
                 remedy="call save and load with the same on every rank",
             )

@@ -114,8 +114,8 @@ def _own(effort: GpuEffort, advance: Advance, device: torch.device) -> MeasuredG
     measured = Measured(kernel_s=kernel_s)
     for (kind, size), each in seconds.items():
         measured.seconds.setdefault(kind, []).append((size, statistics.fmean(each)))
-    every = [*seconds.values(), *products.values()]
-    measured.drift = statistics.median(statistics.stdev(each) / statistics.fmean(each) for each in every)
+    samples = [*seconds.values(), *products.values()]
+    measured.drift = statistics.median(statistics.stdev(each) / statistics.fmean(each) for each in samples)
     rows = tuple(ProductTime(dtype, product, statistics.fmean(each)) for (dtype, product), each in products.items())
     return MeasuredGpu(
         properties=devices.properties(device), measured=measured, products=rows, launch_s=launch_s,

@@ -76,8 +76,8 @@ def chosen(path: str) -> AnyPath:
     Raises:
         CheckpointError: there is none.
     """
-    every = summaries(path)
-    latest = next((summary for summary in every if not summary.problem), every[0])
+    checkpoints = summaries(path)
+    latest = next((summary for summary in checkpoints if not summary.problem), checkpoints[0])
     return place_of(latest.path)
 
 

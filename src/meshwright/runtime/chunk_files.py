@@ -64,12 +64,12 @@ def frame_of(dtype: torch.dtype, sizes: tuple[int, ...]) -> Frame:
     with _hollow_file() as saved:
         with torch.serialization.skip_data():
             torch.save(torch.empty(sizes, dtype=dtype), saved)
-        with zipfile.ZipFile(saved) as given, zipfile.ZipFile(stream, "w") as frame:
-            numbers = next(info.filename for info in given.infolist() if info.filename.endswith("/data/0"))
-            for name in given.namelist():
+        with zipfile.ZipFile(saved) as archive_in, zipfile.ZipFile(stream, "w") as frame:
+            numbers = next(info.filename for info in archive_in.infolist() if info.filename.endswith("/data/0"))
+            for name in archive_in.namelist():
                 if name != numbers and "/." not in name:
-                    frame.writestr(zipfile.ZipInfo(name), given.read(name))
-            size, zeros = given.getinfo(numbers).file_size, memoryview(bytes(ZEROS))
+                    frame.writestr(zipfile.ZipInfo(name), archive_in.read(name))
+            size, zeros = archive_in.getinfo(numbers).file_size, memoryview(bytes(ZEROS))
             with frame.open(zipfile.ZipInfo(numbers), "w") as entry:
                 begin = archive.tell()
                 stream.write = len

@@ -224,8 +224,8 @@ def take_over(trainer: Trainer, replica: Replica, sources: Sequence[int] | None 
         problem = f"in {TRIES} tries its ranks got the state of different moments"
         raise LostRankError(problem, where=replica_name(replica.number), remedy="start it again")
     *flats, rest = letter.tensors
-    for own, given in zip(replica.flat.flats, flats, strict=True):
-        own.copy_(given)
+    for own, received in zip(replica.flat.flats, flats, strict=True):
+        own.copy_(received)
     state = unpacked(rest)
     trainer.optimizer.load_state_dict(state["optimizer"])
     for name, value in state["buffers"].items():

@@ -178,8 +178,8 @@ class RollCall:
         regroups = self.ask.is_set()
         if error is not None:
             self._set("stop", f"{self.attempt}")
-        every = self._await_ends(members)
-        failed = [(number, ended) for number, ended in every.items() if ended.problem]
+        ends = self._await_ends(members)
+        failed = [(number, ended) for number, ended in ends.items() if ended.problem]
         mistake = next((each for each in failed if each[1].is_final), None)
         if mistake is not None and not regroups:
             self._publish(Attempt(over=mistake[1].problem))

@@ -61,8 +61,8 @@ def groups_of(plan: Plan, rank: int, device: torch.device) -> dict[str, AxisGrou
 
 def _algorithm_problems(plan: Plan, device: torch.device) -> Iterator[Problem]:
     """Meshwright's own collectives and MPI's carry tensors of the host."""
-    every = [plan.algorithms] if not plan.uneven else map(plan.algorithms_of, range(plan.mesh.num_stages))
-    for axis, algorithm in (item for algorithms in every for item in algorithms.items()):
+    algorithm_tables = [plan.algorithms] if not plan.uneven else map(plan.algorithms_of, range(plan.mesh.num_stages))
+    for axis, algorithm in (item for algorithms in algorithm_tables for item in algorithms.items()):
         if device.type != "cpu" and names(algorithm) != {NATIVE}:
             yield (
                 f"plan: axis {axis}",

@@ -94,10 +94,10 @@ def _by_name(
 ) -> dict[str, Any]:
     """Return a ``state_dict`` in the form of ``optimizer_state``, without the tensors of parameters."""
     where = "state dict of the optimizer"
-    given = state.get("param_groups")
-    if given is None or "state" not in state:
+    saved_groups = state.get("param_groups")
+    if saved_groups is None or "state" not in state:
         raise CheckpointError("it has no 'state' and 'param_groups'", where=where, remedy=_REMEDY)
-    sizes, here = [len(group["params"]) for group in given], [len(group) for group in groups]
+    sizes, here = [len(group["params"]) for group in saved_groups], [len(group) for group in groups]
     if sizes != here:
         raise CheckpointError(
             f"its groups have {sizes} parameters, this trainer's optimizer has groups of {here}",
@@ -124,7 +124,7 @@ def _by_name(
         if tensors or values:
             states[name] = {"tensors": tensors, "values": values}
     kinds = ("params", "param_names", *HOW_IT_COMPUTES)
-    options = [{key: value for key, value in group.items() if key not in kinds} for group in given]
+    options = [{key: value for key, value in group.items() if key not in kinds} for group in saved_groups]
     return {
         "name": kind_of(optimizer),
         "groups": [{"parameters": own, "options": each} for own, each in zip(groups, options, strict=True)],

@@ -125,9 +125,9 @@ def _torus(at: int, count: int) -> list[int]:
 def _pair_weight(rule: Gossip, members: Sequence[int], replica: int, peer: int, step: int) -> float:
     """The weight of an undirected pair. Without a given weight, it is Metropolis' weight 1 / (1 + the larger number of
     neighbours), with which the matrix is symmetric and doubly stochastic."""
-    given = next((weight for a, b, weight in rule.edges if {a, b} == {replica, peer}), 0.0)
+    edge_weight = next((weight for a, b, weight in rule.edges if {a, b} == {replica, peer}), 0.0)
     if rule.edges:  # edges to dead replicas count too; without them, rows could have sums above 1
         degrees = [sum(each in pair[:2] for pair in rule.edges) for each in (replica, peer)]
     else:
         degrees = [len(outgoing(rule, members, each, step)) for each in (replica, peer)]
-    return given or 1 / (1 + max(degrees))
+    return edge_weight or 1 / (1 + max(degrees))

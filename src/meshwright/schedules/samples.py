@@ -158,10 +158,10 @@ def sources(accesses: Sequence[Indices], placement: SamplePlacement) -> list[NDA
         classes.append(np.where(owner == NOBODY, FILES, np.where(owner == rank, own, PEER)).astype(np.int8))
     length = max(map(len, accesses), default=0)
     times = np.concatenate([np.arange(len(samples)) for samples in accesses])
-    every = np.concatenate(list(accesses))
+    all_samples = np.concatenate(list(accesses))
     ranks = np.repeat(np.arange(len(accesses)), [len(samples) for samples in accesses])
     order = np.argsort(times * len(accesses) + ranks, kind="stable") if length else times
-    _, firsts = np.unique(every[order], return_index=True)
+    _, firsts = np.unique(all_samples[order], return_index=True)
     for place_ in order[firsts]:
         classes[ranks[place_]][times[place_]] = FILES
     return classes

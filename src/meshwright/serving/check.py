@@ -115,8 +115,8 @@ def _graph_problems(workflow: "Workflow") -> Iterator[Problem]:
             yield f"sources.{source.name}", "no operator reads it", "remove it, or name it among some inputs"
     rates = {source.rate_per_s for source in workflow.sources}
     if len(rates) > 1:
-        given = ", ".join(f"{source.name} {source.rate_per_s:g}" for source in workflow.sources)
-        yield "sources", f"their rates differ: {given} items per second", (
+        rates_text = ", ".join(f"{source.name} {source.rate_per_s:g}" for source in workflow.sources)
+        yield "sources", f"their rates differ: {rates_text} items per second", (
             "item k of all sources belongs together: give one rate, or make two workflows"
         )  # fmt: skip
     yield from _twice_joined(inputs)

@@ -59,8 +59,8 @@ def choose_models_by_beam(workflow: Workflow, *, beam: int = BEAM, headroom: flo
     left_out = math.inf
     for operator in workflow.order:
         names = [variant.name for variant in workflow.operator_of[operator].variants]
-        every = [models | {operator: name} for _, models in kept for name in names]
-        bounded = [(program.relaxed(models), models) for models in every]
+        candidates = [models | {operator: name} for _, models in kept for name in names]
+        bounded = [(program.relaxed(models), models) for models in candidates]
         ranked = sorted((pair for pair in bounded if pair[0] < math.inf), key=lambda pair: pair[0])
         kept = ranked[:beam]
         left_out = min([left_out, *(bound for bound, _ in ranked[beam:])])

@@ -161,9 +161,9 @@ class WorkflowProgram:
 
     def _ways(self, name: str) -> list[tuple[str, str, Link]]:
         """Tiers between which messages of a source or operator may go, and their link."""
-        every = [tier.name for tier in self.workflow.tiers]
-        firsts = [self.workflow.source_of[name].tier] if name in self.workflow.source_of else every
-        pairs = ((first, second, self.workflow.link(first, second)) for first in firsts for second in every)
+        tiers = [tier.name for tier in self.workflow.tiers]
+        firsts = [self.workflow.source_of[name].tier] if name in self.workflow.source_of else tiers
+        pairs = ((first, second, self.workflow.link(first, second)) for first in firsts for second in tiers)
         return [(first, second, link) for first, second, link in pairs if link is not None]
 
     # --- rows --------------------------------------------------------------------------------------------------------

@@ -61,9 +61,9 @@ def read_question(query: Mapping[str, str]) -> Question:
     Raises:
         LayoutError: a key is unknown, or a value has the wrong type or size.
     """
-    given = {key: value for key, value in query.items() if value != ""}
+    fields = {key: value for key, value in query.items() if value != ""}
     try:
-        return msgspec.convert(given, Question, strict=False)
+        return msgspec.convert(fields, Question, strict=False)
     except msgspec.ValidationError as error:
         problem, _, place = str(error).partition(" - at `$.")
         remedy = "correct the value, or open the page anew"

@@ -222,8 +222,8 @@ def _file(content: bytes, kind: str, name: str) -> Response:
 def _query(question: Question) -> str:
     """The question as a query string, without default values."""
     usual = msgspec.to_builtins(Question())
-    given = {key: value for key, value in msgspec.to_builtins(question).items() if value != usual[key]}
-    return urlencode({"model": question.model, "cluster": question.cluster} | given)
+    changed = {key: value for key, value in msgspec.to_builtins(question).items() if value != usual[key]}
+    return urlencode({"model": question.model, "cluster": question.cluster} | changed)
 
 
 def _run_name(request: Request) -> str:

@@ -208,8 +208,8 @@ def _finding(result: Result, beginning: str) -> Finding:
 
 def _numbers(text: str, *places: int) -> list[float]:
     """The numbers at these places among all numbers of a text."""
-    every = [float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*\.?\d*", text)]
-    return [every[place] for place in places]
+    numbers = [float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*\.?\d*", text)]
+    return [numbers[place] for place in places]
 
 
 def _ratio(finding: Finding, over: str, under: str) -> float:

@@ -75,9 +75,9 @@ class Recut:
         work = self.pipelines.assembled(layout, stages, self.works)
         return self.pipelines.predicted(layout, work, self.cluster), work, stages
 
-    def _fitting(self, every: Iterable[_Timed]) -> _Timed | None:
+    def _fitting(self, candidates: Iterable[_Timed]) -> _Timed | None:
         """The first of several cuts that fits in memory."""
-        for timed in every:
+        for timed in candidates:
             memory = self._memory(timed[1])
             if all(rank.peak_bytes <= limit for rank, limit in zip(memory, self.limits, strict=True)):
                 return timed
