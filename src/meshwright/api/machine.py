@@ -232,11 +232,11 @@ def known_cluster(cluster: Cluster | str | None, device: torch.device, num_ranks
         return known.resized(num_ranks) if known.open_ended and num_ranks > known.num_devices else known
     if device.type == "cpu":
         generic = _ours(load_cluster("cpu-local"))
-        here = _runnable(calibrated() or generic)
-        if num_ranks <= here.num_devices:
-            return here
-        inside = msgspec.structs.replace((here.levels or generic.levels)[0], fan_out=num_ranks)
-        return msgspec.structs.replace(here, num_devices=num_ranks, levels=(inside,))
+        this_machine = _runnable(calibrated() or generic)
+        if num_ranks <= this_machine.num_devices:
+            return this_machine
+        inside = msgspec.structs.replace((this_machine.levels or generic.levels)[0], fan_out=num_ranks)
+        return msgspec.structs.replace(this_machine, num_devices=num_ranks, levels=(inside,))
     return _gpus_here(device, num_ranks)
 
 
@@ -292,9 +292,9 @@ def check_size(cluster: Cluster, num_ranks: int) -> None:
         cluster.resized(num_ranks)
 
 
-def _runnable(here: Cluster) -> Cluster:
+def _runnable(cluster: Cluster) -> Cluster:
     """This machine's cluster. Measurements of MPI are left out if MPI did not start the ranks."""
-    rows = tuple(row for row in here.collectives if row.algorithm != MPI or mpi.is_there())
-    if len(rows) < len(here.collectives):
+    rows = tuple(row for row in cluster.collectives if row.algorithm != MPI or mpi.is_there())
+    if len(rows) < len(cluster.collectives):
         log.info("the measurements of MPI are left out: these ranks were not started by mpirun")
-    return msgspec.structs.replace(here, collectives=rows)
+    return msgspec.structs.replace(cluster, collectives=rows)

@@ -108,13 +108,13 @@ def _absent(
     missing, busy = [], []
     group = flight.groups.get(event.group)
     for other in group.ranks if group is not None else ():
-        theirs = seen[other].flight if other in seen else None
+        other_flight = seen[other].flight if other in seen else None
         if other == rank:
             continue
-        progress = theirs.groups.get(event.group) if theirs is not None else None
-        if theirs is None or progress is None or progress.begun < event.sequence:
+        progress = other_flight.groups.get(event.group) if other_flight is not None else None
+        if other_flight is None or progress is None or progress.begun < event.sequence:
             missing.append(other)
-        elif (same := _same(theirs, event)) is not None and not same.waits_s and not same.done_s:
+        elif (same := _same(other_flight, event)) is not None and not same.waits_s and not same.done_s:
             busy.append(other)
     return tuple(missing), tuple(busy)
 

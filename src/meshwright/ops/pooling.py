@@ -111,15 +111,15 @@ def _max_pool(local: Local, settings: _Pool, sides: list[Side]) -> Any:
     source = fetch(local, local.args[0], sides, settings.windows, -math.inf)
     call = local.call(local.target, source, *settings.maxima(sides))
     values, indices = (local.call(operator.getitem, call, index) for index in (0, 1))
-    here = _Place.of(local, local.input_shape(0), sides, settings.windows)
-    return values, here.outwards(local, indices)
+    part_place = _Place.of(local, local.input_shape(0), sides, settings.windows)
+    return values, part_place.outwards(local, indices)
 
 
 def _max_pool_backward(local: Local, settings: _Pool, sides: list[Side]) -> Any:
     grad, shape = local.args[0], local.shape()
-    here = _Place.of(local, shape, sides, settings.windows)
-    like = local.call(aten.new_empty.default, grad, here.shape(shape))
-    indices = here.inwards(local, arguments(local)["indices"])
+    part_place = _Place.of(local, shape, sides, settings.windows)
+    like = local.call(aten.new_empty.default, grad, part_place.shape(shape))
+    indices = part_place.inwards(local, arguments(local)["indices"])
     result = local.call(local.target, grad, like, *settings.maxima(sides), indices)
     return give_back(local, result, sides, settings.windows)
 

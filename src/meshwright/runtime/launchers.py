@@ -64,7 +64,7 @@ def translated(environment: Mapping[str, str]) -> dict[str, str]:
         LaunchError: a variable of srun is missing, or its node cannot be found.
     """
     if MPI_RANK in environment:
-        return {name: environment[theirs] for name, theirs in _MPI.items() if theirs in environment}
+        return {name: environment[mpi_name] for name, mpi_name in _MPI.items() if mpi_name in environment}
     return _from_slurm(environment) if _of_step(environment) else {}
 
 
