@@ -298,7 +298,9 @@ class Truth:
         value = self.call.tensors[index]
         if not value.is_floating_point():
             return False
-        other = [one if number != index else torch.randn_like(one) for number, one in enumerate(self.call.tensors)]
+        other = [
+            tensor if number != index else torch.randn_like(tensor) for number, tensor in enumerate(self.call.tensors)
+        ]
         try:
             found = present(called(self.call, iter(other)))
         except Exception:  # noqa: BLE001 - an operator may refuse values
@@ -316,7 +318,7 @@ class Truth:
     def holds_by_chance(self, combination: Combination) -> bool:
         """Whether a combination that holds for the sample's values does not hold for random ones."""
         torch.manual_seed(1)
-        other = [_shuffled(one) for one in self.call.tensors]
+        other = [_shuffled(tensor) for tensor in self.call.tensors]
         try:
             wholes = present(called(self.call, iter(other)))
         except Exception:  # noqa: BLE001 - an operator may refuse values

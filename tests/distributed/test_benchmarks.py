@@ -236,7 +236,7 @@ def test_searches_are_judged_by_as_many_rounds_as_lint_asks_for(
     with pytest.raises(ValueError, match="repetitions"):
         search.write(list(search.findings(search.ROUNDS - 1, ())))
     limits = dict.fromkeys(limits, 1000.0)
-    assert {one.verdict for one in search.findings(1, [search.CASES[0].name])} == {"fail"}
+    assert {finding.verdict for finding in search.findings(1, [search.CASES[0].name])} == {"fail"}
 
 
 def scaled(kind: str, counts: list[int]) -> Result:

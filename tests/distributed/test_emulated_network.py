@@ -61,7 +61,7 @@ def sent_over_links(names: list[str]) -> tuple[list[list[str]], dict[str, list[i
 
 def _sent_bytes() -> int:
     """What this box has sent over its link."""
-    (line,) = [one for one in Path("/proc/thread-self/net/dev").read_text().splitlines() if f"{LINK}:" in one]
+    (line,) = [line for line in Path("/proc/thread-self/net/dev").read_text().splitlines() if f"{LINK}:" in line]
     return int(line.split()[9])
 
 

@@ -142,7 +142,7 @@ def test_memory_of_groups_is_counted(
 
 def gathered(graph: mw.Graph, layout: mw.Layout) -> mw.Plan:
     plan = mw.plan(graph, layout=layout)
-    names = {starred(one.name) for one in graph.operators if one.target.startswith("meshwright.experts")}
+    names = {starred(operator.name) for operator in graph.operators if operator.target.startswith("meshwright.experts")}
     stages = []
     for stage in plan.stages:
         own = names & {*map(starred, stage.strategies)}
@@ -184,7 +184,7 @@ def test_gathered_tokens_train_as_in_one_process(ranks: Ranks) -> None:
 def test_a_device_that_runs_behind_its_host_gathers() -> None:
     subject = hugging_face.subject("Mixtral", 3)
     graph = mw.capture(subject.model, subject.loss_fn, subject.batches[0])
-    mixtures = {one.name for one in graph.operators if one.target.startswith("meshwright.experts")}
+    mixtures = {operator.name for operator in graph.operators if operator.target.startswith("meshwright.experts")}
     layout = mw.Layout(dp=2, ep=2)
     gpu, cpu = (mw.plan(graph, cluster, layout=layout, devices=2) for cluster in ("h100-dgx", "cpu-local"))
     assert {gpu.stage.operator_algorithm(name) for name in mixtures} == {GATHER}

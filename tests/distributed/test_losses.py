@@ -108,7 +108,7 @@ def trained(name: str, layout: mw.Layout) -> tuple[float, int]:
     error = oracle.error_of(torch.stack(found.losses), torch.stack(expected.losses))
     if trainer.rank == 0:
         error = max(error, oracle.largest_error(found.state, expected.state))
-    return error, sum(trainer.parameters.is_sharded(one) for one in trainer.parameters)
+    return error, sum(trainer.parameters.is_sharded(parameter) for parameter in trainer.parameters)
 
 
 def all_trained(layout: mw.Layout) -> dict[str, tuple[float, int]]:

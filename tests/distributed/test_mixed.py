@@ -90,7 +90,7 @@ def possible(name: str, layout: mw.Layout) -> mw.Layout:
     graph = captured(name)
     kept, mesh = {}, layout.mesh()
     for glob, text in layout.pin.items():
-        factors = FactorChoices(graph, layout.mixed_axes, {one.name: {} for one in graph.operators})
+        factors = FactorChoices(graph, layout.mixed_axes, {operator.name: {} for operator in graph.operators})
         with contextlib.suppress(LayoutError):
             read_pins(factors, {glob: text}, mesh.names)
             kept[glob] = text
@@ -181,7 +181,7 @@ def test_segments_of_the_ranks_reduce_at_once(ranks: Ranks) -> None:
     """Channels over pairs of ranks, samples over the others: two sums of two ranks each, side by side in the trace."""
     pins = {"convolutions.3": "stationary-x@m1 sample@m2"}
     trace = ranks(4, traced, mw.Layout(mixed=(2, 2), pin=pins))[0]
-    sums = [one for one in trace.spans if one.stream == "communication" and one.what.startswith("all_reduce m1 of")]
+    sums = [span for span in trace.spans if span.stream == "communication" and span.what.startswith("all_reduce m1 of")]
     assert {one.what for one in sums} == {"all_reduce m1 of ranks 0 2", "all_reduce m1 of ranks 1 3"}
     assert any(
         one.what != other.what and max(one.start_s, other.start_s) < min(one.end_s, other.end_s)

@@ -186,7 +186,7 @@ def test_what_has_no_rule_says_so(model: nn.Module, name: str) -> None:
 
 def test_bags_of_other_forms_stay_as_they_are() -> None:
     graph = mw.capture(Offsets(mode="sum"), loss_of, batch_of("bags"))
-    assert "aten._embedding_bag.default" in {one.target for one in graph.operators}
+    assert "aten._embedding_bag.default" in {operator.target for operator in graph.operators}
 
 
 class Refused(Bags):

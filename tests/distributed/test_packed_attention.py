@@ -78,7 +78,7 @@ def test_packed_sequences_are_attended_to_alone(layout: str, window: str) -> Non
     model = Packed(WINDOWS[window])
     batch = {"x": torch.randn(sum(LENGTHS), 8, dtype=torch.float64), "bounds": BOUNDS}
     captured = capture(model, loss_of, batch)
-    targets = {one.target for one in captured.graph.operators}
+    targets = {operator.target for operator in captured.graph.operators}
     assert {"meshwright.attention_packed.default", "meshwright.attention_packed_backward.default"} <= targets
     plan = plan_of(captured.graph, LAYOUTS[layout], LAYOUTS[layout].num_ranks)
     values = {name: value.detach().clone() for name, value in model.named_parameters()}

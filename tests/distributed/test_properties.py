@@ -354,7 +354,9 @@ def _error(name: str, layout: mw.Layout, *, as_users: bool) -> float | str:
     model, data = PROPERTIES[name]().double(), batches()
     plain = copy.deepcopy(model)
     loss_fn = keeping_loss if isinstance(model, Kept) else loss_of
-    optimizer = torch.optim.SGD((one for one in plain.parameters() if one.requires_grad), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(
+        (parameter for parameter in plain.parameters() if parameter.requires_grad), lr=0.1, momentum=0.9
+    )
     try:
         trainer = (mw.parallelize if as_users else sharing_capture(("properties", name)))(
             model, loss_fn, data[0], plan=layout,

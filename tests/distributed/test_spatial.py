@@ -130,7 +130,9 @@ def train_own_rows_first(name: str, layout: mw.Layout) -> oracle.LargestErrors:
     parallel = MODELS[name]()
     share = ("spatial", name)
     graph = oracle.captured(share, parallel).graph
-    every = tuple({starred(one.name): None for one in graph.operators if one.target.startswith("aten.convolution")})
+    every = tuple(
+        {starred(operator.name): None for operator in graph.operators if operator.target.startswith("aten.convolution")}
+    )
     plan = msgspec.structs.replace(mw.plan(graph, layout=layout), interiors=every)
     before = {key: value.clone() for key, value in serial.model.state_dict().items()}
     optimizer = oracle.OPTIMIZERS["SGD"]
@@ -162,7 +164,7 @@ def train_on_parts(layout: mw.Layout) -> tuple[list[float], dict[str, tuple[slic
             subject.model, subject.loss_fn, subject.batches[0], plan=layout, optimizer=oracle.OPTIMIZERS["SGD"]
         )
         parts = trainer.input_parts
-        batches = [{name: one[name][parts[name]] for name in one} if local else one for one in subject.batches]
+        batches = [{name: batch[name][parts[name]] for name in batch} if local else batch for batch in subject.batches]
         losses.append([float(trainer.step(batch, local=local)) for batch in batches])
     return [one - other for one, other in zip(*losses, strict=True)], parts
 
@@ -188,7 +190,7 @@ def planned(name: str, **layout: object) -> mw.Plan:
 
 def test_every_level_of_a_unet_is_cut() -> None:
     plan = planned("U-Net", spatial=(2, 2))
-    choices = {name: (one.get("sy"), one.get("sx")) for name, one in plan.stage.strategies.items()}
+    choices = {name: (strategy.get("sy"), strategy.get("sx")) for name, strategy in plan.stage.strategies.items()}
     levels = ("pool:max_pool2d_with_indices#0", "enlarge.*:convolution#0", "enlarge.*:convolution_backward#1")
     assert {choices[name] for name in levels} == {("yy", "xx")}
     assert all(y and x for name, (y, x) in choices.items() if "convolution" in name or "norm:" in name)

@@ -244,10 +244,14 @@ def test_a_plan_tells_why_the_others_lost() -> None:
     assert f"predicted: {plan.prediction.step_s * 1e3:.4g} ms a step" in text
     assert "considered, and not chosen:" in text
     assert len(plan.alternatives) == layout_search.SHOWN
-    for one in plan.alternatives:
-        assert one.layout != layout_text(plan.layout)
-        assert re.search(rf"    {re.escape(one.layout)} +{one.step_s * 1e3:.4g} ms a step, .* GiB a rank, ", text)
-        assert re.search(r"less simple|\d% slower: .* ms more of (computing|communication|waiting)", one.why), one.why
+    for alternative in plan.alternatives:
+        assert alternative.layout != layout_text(plan.layout)
+        assert re.search(
+            rf"    {re.escape(alternative.layout)} +{alternative.step_s * 1e3:.4g} ms a step, .* GiB a rank, ", text
+        )
+        assert re.search(r"less simple|\d% slower: .* ms more of (computing|communication|waiting)", alternative.why), (
+            alternative.why
+        )
 
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.product)])
@@ -328,7 +332,7 @@ def test_of_two_alike_data_parallelism_is_simpler_than_mixed_axes() -> None:
     images = {"image": torch.zeros(4, 3, 128, 128), "label": torch.zeros(4, 128, 128, dtype=torch.int64)}
     plan = mw.plan(mw.capture(UNet(2, 16), segmentation_loss, images), CLUSTER, devices=2)
     assert layout_text(plan.layout) == "dp2"
-    (mixed,) = [one for one in plan.alternatives if one.layout == "mixed 2"]
+    (mixed,) = [alternative for alternative in plan.alternatives if alternative.layout == "mixed 2"]
     assert mixed.why.endswith("which is within the accuracy of predictions, and less simple")
 
 

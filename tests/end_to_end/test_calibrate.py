@@ -133,7 +133,7 @@ def test_what_joins_cores_is_measured(found: Cluster) -> None:
     rows = {row.time_s for row in found.collectives if row.operation == "all_reduce" and row.bytes == 64}
     ranks = calibrate.num_ranks()
     assert any(row == pytest.approx(network.collective_s("all_reduce", 64, Group(ranks)), rel=ROUNDING) for row in rows)
-    together = [one for one in found.device.conditions if one.ranks > 1]
+    together = [condition for condition in found.device.conditions if condition.ranks > 1]
     assert [one.ranks for one in together] == [ranks]
     assert set(together[0].efficiency) == set(KINDS)
 
@@ -231,7 +231,7 @@ def test_operands_are_told_apart_from_multiplying(kind: str, flops: float, num_b
 def test_on_a_busy_machine_threads_are_left_out_and_the_spread_is_told() -> None:
     for spread, conditions in ((0.02, [(2, 1), (1, 2)]), (0.8, [(1, 2)])):
         made = made_cluster(measured(spread), measured(0), measured(0), [], ranks=2, cores=2)
-        assert [(one.threads, one.ranks) for one in made.device.conditions] == conditions
+        assert [(condition.threads, condition.ranks) for condition in made.device.conditions] == conditions
         assert made.calibration is not None
         assert made.calibration.spread == pytest.approx(spread)
         assert api.is_busy(made.calibration) == (spread > 0.5)

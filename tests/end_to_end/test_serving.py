@@ -134,12 +134,12 @@ def test_profiles_are_written_into_the_file(tmp_path: Path, capsys: pytest.Captu
         for variant in operator.variants:
             assert set(variant.seconds) == {"core", "laptop"}
             assert variant.seconds["laptop"] > 0
-    assert [one.variants[0].message_bytes for one in found.operators] == [24.0, 12.0]
+    assert [operator.variants[0].message_bytes for operator in found.operators] == [24.0, 12.0]
 
 
 def test_profiles_of_other_devices_are_predicted() -> None:
     profiles = profile(pictures(), cluster="a100-80gb-dgx-hdr200x8")
-    assert [one.measured_s for one in profiles] == [0.0, 0.0]
+    assert [profile.measured_s for profile in profiles] == [0.0, 0.0]
     filled = with_profiles(pictures(), profiles, "a100")
     assert filled.operators[0].variants[0].seconds["a100"] == profiles[0].predicted_s > 0
 
@@ -183,7 +183,7 @@ def test_stations_compute_what_the_models_compute() -> None:
     assert len(plan.choice("features").workers) == 2
     job = StationJob(workflow=workflow, plan=plan, items=11)
     logs = in_threads(job)
-    modules = {one.name: module_of(one, one.variants[0]).eval() for one in workflow.operators}
+    modules = {operator.name: module_of(operator, operator.variants[0]).eval() for operator in workflow.operators}
     items = {source.name: items_of(source, 8, job.seed) for source in workflow.sources}
     with torch.inference_mode():
         expected = [

@@ -164,8 +164,8 @@ def nestings(depth: int) -> st.SearchStrategy[tuple[Level, ...]]:
 
 def count(levels: tuple[Level, ...]) -> int:
     product = 1
-    for one in levels:
-        product *= sum(member.count * count(member.levels) for member in one.members) or one.fan_out
+    for level in levels:
+        product *= sum(member.count * count(member.levels) for member in level.members) or level.fan_out
     return product
 
 
@@ -216,15 +216,15 @@ def test_a_cluster_file_is_loaded_by_path(tmp_path: Path) -> None:
 
 def test_part_of_a_cluster_is_whole_units_or_part_of_one() -> None:
     assert RACKS.resized(12) is RACKS
-    assert [one.fan_out for one in RACKS.resized(6).levels] == [3, 2, 1]
-    assert [one.fan_out for one in RACKS.resized(3).levels] == [3, 1, 1]
-    assert [one.fan_out for one in RACKS.resized(2).levels] == [2, 1, 1]
+    assert [level.fan_out for level in RACKS.resized(6).levels] == [3, 2, 1]
+    assert [level.fan_out for level in RACKS.resized(3).levels] == [3, 1, 1]
+    assert [level.fan_out for level in RACKS.resized(2).levels] == [2, 1, 1]
     assert RACKS.resized(2).num_devices == 2
 
 
 def test_an_open_ended_cluster_grows_at_its_outermost_level() -> None:
     kind = msgspec.structs.replace(RACKS, open_ended=True)
-    assert [one.fan_out for one in kind.resized(60).levels] == [3, 2, 10]
+    assert [level.fan_out for level in kind.resized(60).levels] == [3, 2, 10]
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 200))

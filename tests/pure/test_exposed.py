@@ -41,16 +41,16 @@ def test_buckets_hold_every_member_in_order_and_no_more_than_they_may(
     members = [BucketMember(key, f"p{n}", size) for n, (key, size) in enumerate(sizes)]
     buckets = filled(members, most, {"dp": "ring"})
     for key in (KEY, OTHER):
-        mine = [one.name for one in members if one.key == key]
-        assert [name for one in buckets for name in one.parameters if name in mine] == mine
-    of_name = {one.name: one for one in members}
+        mine = [member.name for member in members if member.key == key]
+        assert [name for bucket in buckets for name in bucket.parameters if name in mine] == mine
+    of_name = {member.name: member for member in members}
     for bucket in buckets:
         held = [of_name[name] for name in bucket.parameters]
         assert len({one.key for one in held}) == 1
         assert bucket.algorithm == "ring"
         assert bucket.num_bytes == sum(one.num_bytes for one in held)
         assert bucket.num_bytes <= most or len(held) == 1
-    assert sum(len(one.parameters) for one in buckets) == len(members)
+    assert sum(len(bucket.parameters) for bucket in buckets) == len(members)
 
 
 def test_members_follow_the_buckets_of_another_plan() -> None:

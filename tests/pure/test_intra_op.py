@@ -84,12 +84,12 @@ def test_simplifying_keeps_the_best_and_the_program_finds_it(problem: Problem, w
 
 @given(problems())
 def test_a_table_says_what_a_tensor_costs(problem: Problem) -> None:
-    for one in problem.tensors:
-        table = table_of(problem, one)
-        alone = Problem(tuple(ProblemNode("", np.zeros(n.num_choices), n.memory) for n in problem.nodes), (one,))
+    for tensor in problem.tensors:
+        table = table_of(problem, tensor)
+        alone = Problem(tuple(ProblemNode("", np.zeros(n.num_choices), n.memory) for n in problem.nodes), (tensor,))
         for at in np.ndindex(table.shape):
             choices = [0] * len(problem.nodes)
-            for node, choice in zip(one.nodes, at, strict=True):
+            for node, choice in zip(tensor.nodes, at, strict=True):
                 choices[node] = choice
             assert table[at] == alone.seconds(choices)
 

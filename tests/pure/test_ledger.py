@@ -86,8 +86,8 @@ def test_measured_times_are_medians_over_steps_by_rank_and_part() -> None:
         {0: (9.0, 9.0, 0.0), 1: (10.0, 8.0, 0.0)},
     )
     assert found.num_steps == 3
-    assert [one.measured.compute_s for one in found.ranks] == [9.0, 10.0]
-    assert [one.measured.exposed_s for one in found.ranks] == [3.0, 1.0]
+    assert [rank.measured.compute_s for rank in found.ranks] == [9.0, 10.0]
+    assert [rank.measured.exposed_s for rank in found.ranks] == [3.0, 1.0]
     assert found.measured_step_s == 13.0
     assert found.step_ratio == 10.0 / 13.0
 

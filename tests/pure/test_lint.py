@@ -106,7 +106,7 @@ def test_a_duration_may_pass_although_ranks_share_cores(verdict: Verdict, rules:
 @pytest.mark.parametrize(("busy_cores", "rules"), [(0.8, []), (2.0, []), (2.1, ["cores"])])
 def test_ranks_that_sleep_are_judged_by_the_cores_that_they_keep_busy(busy_cores: float, rules: list[str]) -> None:
     example = planted("more-ranks-than-cores")
-    busy = {name: msgspec.structs.replace(one, busy_cores=busy_cores) for name, one in example.settings.items()}
+    busy = {name: msgspec.structs.replace(setting, busy_cores=busy_cores) for name, setting in example.settings.items()}
     result = msgspec.structs.replace(example, settings=busy)
     assert [refusal.rule for refusal in lint(result) if refusal.rule == "cores"] == rules
 

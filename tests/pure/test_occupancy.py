@@ -111,7 +111,7 @@ def test_the_verdict_leaves_a_margin(limit: float, verdict: str) -> None:
     """With a deviation of 5 %, 9 of 10 peaks are at most 6.6 % above the predicted."""
     peaks = peak_memory(StepWork((stage(),)), schedule("none", 1, 1))
     assert peaks[0].peak_bytes == 117
-    assert memory_verdict(max(one.peak_bytes for one in peaks), limit, 0.05) == verdict
+    assert memory_verdict(max(peak.peak_bytes for peak in peaks), limit, 0.05) == verdict
 
 
 @given(st.floats(1e6, 1e12), st.floats(1e6, 1e12), st.floats(0.01, 1.0))

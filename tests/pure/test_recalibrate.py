@@ -56,7 +56,7 @@ FACTORS = st.floats(1.01 / MOST, 0.99 * MOST)
 
 @given(st.lists(PARTS, min_size=1, max_size=4), FACTORS)
 def test_a_run_that_takes_k_times_as_long_gives_k(parts: list[tuple[float, float, float, float]], k: float) -> None:
-    pairs = [(times(rank, *one), times(rank, *(k * seconds for seconds in one))) for rank, one in enumerate(parts)]
+    pairs = [(times(rank, *part), times(rank, *(k * seconds for seconds in part))) for rank, part in enumerate(parts)]
     found = factors(ledger(*pairs))
     assert (found.compute, found.communication) == pytest.approx((k, k))
 

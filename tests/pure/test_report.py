@@ -186,7 +186,7 @@ def test_a_search_becomes_a_report() -> None:
     assert (best.setup.zero, best.setup.sequence_parallel) != (0, False)
     assert "cp" not in layout
     assert told.alternatives
-    assert all(one.why for one in told.alternatives)
+    assert all(alternative.why for alternative in told.alternatives)
     assert (told.trace is None) == (best.setup.pp == 1)
     balanced(render(told))
 

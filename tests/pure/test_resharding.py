@@ -109,12 +109,12 @@ LINKS = st.fixed_dictionaries(
 
 def legal(placements: Placements) -> bool:
     """At most one axis is flat; two axes cut one dim alike, or one within the parts of the other."""
-    shards = [one for one in placements.values() if isinstance(one, Shard)]
+    shards = [placement for placement in placements.values() if isinstance(placement, Shard)]
     return list(placements.values()).count(Flat()) < 2 and (
         len(shards) < 2
         or shards[0].dim != shards[1].dim
         or shards[0] == shards[1]
-        or max(one.outer for one in shards) % (2 * min(one.outer for one in shards)) == 0
+        or max(shard.outer for shard in shards) % (2 * min(shard.outer for shard in shards)) == 0
     )
 
 
@@ -123,7 +123,7 @@ WHOLE = BY_AXIS.map(lambda found: {a: one for a, one in found.items() if not isi
 
 
 def explicit(placements: Placements) -> Placements:
-    return {axis: one for axis, one in placements.items() if not isinstance(one, Replicate)}
+    return {axis: placement for axis, placement in placements.items() if not isinstance(placement, Replicate)}
 
 
 def seconds(path: tuple[ReshardingMove, ...], links: dict[str, AxisLink]) -> float:
@@ -133,8 +133,8 @@ def seconds(path: tuple[ReshardingMove, ...], links: dict[str, AxisLink]) -> flo
         p = prod(SIZES[axis] for axis in members(move.axis))
         held = [4 * prod(SHAPE) for _ in range(2)]
         for index, placements in enumerate((move.before, move.after)):
-            for axis, one in placements.items():
-                if isinstance(one, Shard | Flat):
+            for axis, placement in placements.items():
+                if isinstance(placement, Shard | Flat):
                     held[index] //= SIZES[axis]
         link = links[move.axis]
         if move.kind != "slice":
@@ -182,9 +182,9 @@ def allowed(kind: Kind, axis: str, before: Placements, after: Placements) -> boo
     rank is to have. An all-gather leaves all ranks of a group the same, an all-to-all and a scatter do not."""
     names = members(axis)
     source, target = before.get(names[0]), after.get(names[0])
-    if any(before.get(one) != source or after.get(one) != target for one in names):
+    if any(before.get(name) != source or after.get(name) != target for name in names):
         return False
-    if any(before.get(one) != after.get(one) for one in SIZES if one not in names):
+    if any(before.get(size) != after.get(size) for size in SIZES if size not in names):
         return False
     match kind:
         case "all_reduce":
@@ -215,8 +215,8 @@ def cheapest(have: Placements, want: Placements, links: dict[str, AxisLink]) -> 
         for axis in SIZES
     ]
     states = [explicit(dict(zip(SIZES, pair, strict=True))) for pair in product(*choices)]
-    states = [one for one in states if legal(one)]
-    cost = [0.0 if one == explicit(have) else inf for one in states]
+    states = [state for state in states if legal(state)]
+    cost = [0.0 if state == explicit(have) else inf for state in states]
     kinds: tuple[Kind, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "slice")
     edges = [
         (first, second, seconds((ReshardingMove(kind, axis, SUM, states[first], states[second]),), links))
@@ -229,7 +229,7 @@ def cheapest(have: Placements, want: Placements, links: dict[str, AxisLink]) -> 
     for _ in states:
         for first, second, took in edges:
             cost[second] = min(cost[second], cost[first] + took)
-    return min(took for took, one in zip(cost, states, strict=True) if one == explicit(want))
+    return min(took for took, state in zip(cost, states, strict=True) if state == explicit(want))
 
 
 def test_what_lies_right_does_not_keep_a_sum_from_going_along_levels() -> None:

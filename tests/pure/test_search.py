@@ -178,7 +178,7 @@ def test_the_nearer_axis_and_the_schedules_are_searched() -> None:
     model = load_model("gpt3-175b")
     found = search(model, load_cluster(DGX, 64), global_batch=512)
     setups = [option.setup for option in (*found.options, *found.front)]
-    assert {one.schedule for one in setups if one.pp > 1} == set(SEARCHED) - {"1f1b"}
+    assert {setup.schedule for setup in setups if setup.pp > 1} == set(SEARCHED) - {"1f1b"}
     older = search(model, load_cluster(DGX, 64), global_batch=512, schedules=("1f1b", "interleaved", "zb-h1"))
     assert {option.setup.inner for option in (*older.options, *older.front)} == {"dp", "pp"}
     plain = search(model, load_cluster(DGX, 64), global_batch=512, schedules=("1f1b",))

@@ -155,7 +155,7 @@ def test_levels_beat_a_ring_that_crosses_at_every_hop() -> None:
     crossing = all_reduce("ring", 4, num_bytes)
     order = (0, 2, 1, 3)  # a ring in this order crosses boxes at every hop
     moved = tuple(
-        tuple(msgspec.structs.replace(one, source=order[one.source], target=order[one.target]) for one in moves)
+        tuple(msgspec.structs.replace(move, source=order[move.source], target=order[move.target]) for move in moves)
         for moves in crossing.rounds
     )
     flat = shared_s(msgspec.structs.replace(crossing, rounds=moved), cluster)

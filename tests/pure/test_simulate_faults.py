@@ -139,7 +139,7 @@ def test_youngs_interval_is_near_the_best() -> None:
 
     def mean_s(every: int) -> float:
         checkpoints = Checkpoints(every_steps=every, save_s=5.0)
-        return sum(run_time(1.0, 3000, checkpoints, one).duration_s for one in failures) / len(failures)
+        return sum(run_time(1.0, 3000, checkpoints, failure).duration_s for failure in failures) / len(failures)
 
     best = round(best_interval_s(5.0, 1000.0))
     assert best == 100
