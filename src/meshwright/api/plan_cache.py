@@ -64,8 +64,8 @@ class SearchRequest:
         cluster = self.cluster.name, self.cluster.num_devices
         memory = None if self.memory_bytes is None else float(self.memory_bytes)
         options = self.clips, self.only, self.offload, self.codec, self.float8
-        rest = self.devices, memory, self.optimizer, options
-        return launch.cache_directory() / "plans" / f"{_digest((graph, cluster, rest))[:32]}.json"
+        options_of_search = self.devices, memory, self.optimizer, options
+        return launch.cache_directory() / "plans" / f"{_digest((graph, cluster, options_of_search))[:32]}.json"
 
 
 class KeptPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -72,8 +72,10 @@ def _in_turn(work: StepWork, schedules: Sequence[Schedule], fabric: Fabric) -> I
 
     outside = []
     for rank, stages in enumerate(_stages(homes, len(schedules[0].ranks))):
-        rest = [piece for stage in stages for piece in (*work.stages[stage].before, *work.stages[stage].after)]
-        outside.append((fabric.pieces_s(rest, rank), _computing_s(rest)))
+        pieces_outside = [
+            piece for stage in stages for piece in (*work.stages[stage].before, *work.stages[stage].after)
+        ]
+        outside.append((fabric.pieces_s(pieces_outside, rank), _computing_s(pieces_outside)))
     for schedule in schedules:
         order = order_of(schedule)
         costs = [cost(*each) for each in order.distinct]

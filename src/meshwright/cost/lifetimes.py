@@ -92,9 +92,9 @@ class _Lifetimes:
         deferred = {
             value.storage: first[value.storage] for value in program.phase(WEIGHT).inputs if value.storage in first
         }
-        rest = dict(deferred)
-        weights = self._highest(self._nodes(WEIGHT), rest)
-        last = self._carried(rest)
+        deferred_left = dict(deferred)
+        weights = self._highest(self._nodes(WEIGHT), deferred_left)
+        last = self._carried(deferred_left)
         incoming, deferred_bytes = sum(taken.values()), sum(deferred.values())
         actions = {
             "RECV_F": ActionBytes(0, sum(received.values()), sum(received.values())),

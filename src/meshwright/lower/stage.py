@@ -73,8 +73,8 @@ def lower_stage(
             with other micro-batches.
     """
     emitted = emit_stage(planned, stage, groups, device=device, rules=rules)
-    rest = compiler, kernels, note, symmetric, planned.plan.prefetch, planned.plan.graphs
-    return partition(emitted, planned.recomputation(stage), dict(constants or {}), *rest)
+    options = compiler, kernels, note, symmetric, planned.plan.prefetch, planned.plan.graphs
+    return partition(emitted, planned.recomputation(stage), dict(constants or {}), *options)
 
 
 def emit_stage(
@@ -257,8 +257,8 @@ class _StageLowering:
             emission.want(name, self._wanted(operator, position)) for position, name in enumerate(operator.inputs)
         ]
         interior_first = self.plan.computes_interior_first(operator.name)
-        rest = self.rules, self.device, self.plan.stages[self.stage].operator_algorithm(operator.name)
-        result = emit_operator(self.emitter, operator, strategy, tensors, interior_first, *rest)
+        options = self.rules, self.device, self.plan.stages[self.stage].operator_algorithm(operator.name)
+        result = emit_operator(self.emitter, operator, strategy, tensors, interior_first, *options)
         self._record_results(operator, result, readers)
 
     def _record_results(self, operator: Operator, result: Any, readers: Mapping[str, int]) -> None:

@@ -62,43 +62,43 @@ class Borders:
         """The number of output rows that read the halo after the part."""
         return -(-self.after // self.window.stride)
 
-    def convolved(self, source: Value, weight: Value, rest: tuple[Any, ...]) -> Value:
+    def convolved(self, source: Value, weight: Value, options: tuple[Any, ...]) -> Value:
         """Convolve own rows, and add the halo's terms at the borders."""
         local, dim = self.local, self.side.dim
         begun = self._begun(source)
-        result = emit_convolution(local, source, weight, self._padded(rest), local.algorithm)
+        result = emit_convolution(local, source, weight, self._padded(options), local.algorithm)
         for strip, start, _ in self._strips(begun):
-            terms = emit_convolution(local, strip, weight, rest)
+            terms = emit_convolution(local, strip, weight, options)
             result = local.call(collectives.ADD_ROWS, result, terms, dim, start)
         return result
 
-    def weight_gradient(self, grad: Value, source: Value, weight: Value, rest: tuple[Any, ...]) -> Value:
+    def weight_gradient(self, grad: Value, source: Value, weight: Value, options: tuple[Any, ...]) -> Value:
         """Return (None, gradient of the weight, None). The gradient is a sum over own rows and halo rows."""
         local = self.local
         begun = self._begun(source)
 
-        result = emit_gradient(local, grad, source, weight, self._padded(rest), WEIGHT, local.algorithm)
+        result = emit_gradient(local, grad, source, weight, self._padded(options), WEIGHT, local.algorithm)
         for strip, start, count in self._strips(begun):
-            terms = emit_gradient(local, self._rows(grad, start, count), strip, weight, rest, WEIGHT)
+            terms = emit_gradient(local, self._rows(grad, start, count), strip, weight, options, WEIGHT)
             result = local.call(aten.add.Tensor, result, terms)
         return None, result, None
 
-    def input_gradient(self, grad: Value, shape: list[int], weight: Value, rest: tuple[Any, ...]) -> Value:
+    def input_gradient(self, grad: Value, shape: list[int], weight: Value, options: tuple[Any, ...]) -> Value:
         """Return the gradient of own rows. Terms for halo rows go to their owners; terms from neighbours are added."""
         local, dim, window = self.local, self.side.dim, self.window
 
-        def gradient(grad: Value, rows: int, rest: tuple[Any, ...], algorithm: str = "") -> Value:
+        def gradient(grad: Value, rows: int, options: tuple[Any, ...], algorithm: str = "") -> Value:
             like = local.call(aten.new_empty.default, grad, [*shape[:dim], rows, *shape[dim:][1:]])
-            return emit_gradient(local, grad, like, weight, rest, INPUT, algorithm)
+            return emit_gradient(local, grad, like, weight, options, INPUT, algorithm)
 
         strips = []
         for start, count, (low, high) in self._edges:
             if count:
-                terms = gradient(self._rows(grad, start, count), window.rows(count), rest)
+                terms = gradient(self._rows(grad, start, count), window.rows(count), options)
                 strips.append(self._rows(terms, low, high - low))
         started = local.halo_return(strips, self.side.factor, dim, self.side.image, self.ranges)
         rows = self.out_rows * window.stride
-        own = gradient(grad, rows, self._padded(rest), local.algorithm)
+        own = gradient(grad, rows, self._padded(options), local.algorithm)
         come = local.call(collectives.WAIT, started)
         for first, count, start in ((0, self.after, 0), (self.after, self.before, rows - self.before)):
             if count:
@@ -130,8 +130,8 @@ class Borders:
     def _rows(self, value: Value, start: int, count: int) -> Value:
         return self.local.call(aten.slice.Tensor, value, self.side.dim, start, start + count)
 
-    def _padded(self, rest: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _padded(self, options: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the operator's settings for this rank's own rows, with zero padding in the split dim."""
-        padding = list(rest[1])
+        padding = list(options[1])
         padding[self.side.index] = self.before
-        return (rest[0], padding, *rest[2:])
+        return (options[0], padding, *options[2:])
