@@ -302,10 +302,10 @@ class Truth:
             tensor if number != index else torch.randn_like(tensor) for number, tensor in enumerate(self.call.tensors)
         ]
         try:
-            found = present(called(self.call, iter(other)))
+            shown = present(called(self.call, iter(other)))
         except Exception:  # noqa: BLE001 - an operator may refuse values
             return False
-        return all(map(_same, found, self.call.outputs))
+        return all(map(_same, shown, self.call.outputs))
 
     def is_identity(self) -> bool:
         """Whether the operator returns the values of an input, at these sizes."""

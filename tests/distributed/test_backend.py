@@ -347,8 +347,8 @@ def in_boxes(boxes: list[int]) -> tuple[str, ...]:
 
 
 def test_ranks_of_two_boxes_use_levels(ranks: Ranks) -> None:
-    found = ranks(3, in_boxes, [0, 0, 1])
-    assert found == [("SharedMemory", "TorchLane"), ("SharedMemory", "TorchLane"), ("TorchLane", "TorchLane")]
+    results = ranks(3, in_boxes, [0, 0, 1])
+    assert results == [("SharedMemory", "TorchLane"), ("SharedMemory", "TorchLane"), ("TorchLane", "TorchLane")]
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------

@@ -141,8 +141,8 @@ def test_an_evaluation_uses_the_mean_of_all_ranks(ranks: Ranks) -> None:
     expected.load_state_dict(by_hand(8, 2, 1))
     expected.eval()
     loss = float(loss_of(expected, batches(8)[0]).detach())
-    for found in ranks(2, evaluated):
-        assert abs(found - loss) <= TOLERANCE
+    for result in ranks(2, evaluated):
+        assert abs(result - loss) <= TOLERANCE
 
 
 def evaluated() -> float:

@@ -60,10 +60,10 @@ def test_ratio_is_the_median_of_the_rounds_ratios_and_its_interval_holds_it() ->
 def test_a_drift_of_the_machine_leaves_the_ratio() -> None:
     """If the machine slows down, both sides of a round slow down alike, and their ratio does not change."""
     drift = [1.0 + 0.1 * index for index in range(31)]
-    found = ratio([0.9 * value for value in drift], drift)
+    estimate = ratio([0.9 * value for value in drift], drift)
     apart = ratio_of_medians([0.9 * value for value in drift], drift)
-    assert found.high - found.low < 1e-12 < apart.high - apart.low
-    assert found.value == pytest.approx(apart.value) == pytest.approx(0.9)
+    assert estimate.high - estimate.low < 1e-12 < apart.high - apart.low
+    assert estimate.value == pytest.approx(apart.value) == pytest.approx(0.9)
 
 
 def test_a_ratio_of_medians_takes_sides_of_unequal_length() -> None:
@@ -111,8 +111,8 @@ def test_peers_train_the_same_model(ranks: Ranks, layout: mw.Layout, peers: dict
     for seconds, losses in ranks(comparison.num_ranks, foundation.measure, comparison, 1, 1):
         assert list(seconds) == list(losses) == [foundation.OURS, *peers]
         assert all(len(values) == 1 for values in seconds.values())
-        for found in losses.values():
-            assert found == pytest.approx(losses[foundation.OURS], abs=foundation.LOSS_SPREAD)
+        for loss in losses.values():
+            assert loss == pytest.approx(losses[foundation.OURS], abs=foundation.LOSS_SPREAD)
         assert len(set(losses[foundation.OURS])) == foundation.NUM_BATCHES, "it trains"
 
 
@@ -128,8 +128,8 @@ def test_peers_of_zero_train_the_same_model(ranks: Ranks, stage: int, peers: zer
     comparison = zero.ZeroTarget(model, layout, peers, 1.0)
     for seconds, losses in ranks(zero.NUM_RANKS, zero.measure, comparison, 1, 1):
         assert list(seconds) == list(losses) == [foundation.OURS, *peers]
-        for found in losses.values():
-            assert found == pytest.approx(losses[foundation.OURS], abs=foundation.LOSS_SPREAD)
+        for loss in losses.values():
+            assert loss == pytest.approx(losses[foundation.OURS], abs=foundation.LOSS_SPREAD)
         assert len(set(losses[foundation.OURS])) == foundation.NUM_BATCHES, "it trains"
 
 

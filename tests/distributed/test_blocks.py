@@ -83,5 +83,5 @@ def test_zero_3_holds_blocks_for_two_buckets_and_the_sum_of_one(ranks: Ranks) ->
     """However many steps there are, and layers. A bucket of the usual size has a layer; the first one of gradients has
     the last layer's and the bias of the one before."""
     gathered, reduced = 4 * (WIDTH * WIDTH + WIDTH), 4 * (WIDTH * WIDTH + 2 * WIDTH)
-    for found in ranks(2, bytes_by_step):
-        assert found == [2 * gathered + reduced // 2] * 3
+    for result in ranks(2, bytes_by_step):
+        assert result == [2 * gathered + reduced // 2] * 3

@@ -88,8 +88,8 @@ def calibrated_there() -> tuple[Cluster | None, str, float, list[str]]:
         laps=2, sides=(8, 16), flat_sides=(32, 64), elements=(2**14, 2**15), scale=0.1,
         between=MeasuredSizes(bytes=(64, 4096), repeats=2, most_s=0.01),
     )  # fmt: skip
-    found = calibrate.measure(effort, lambda what: None)
-    shared = from_rank_0(lambda: found)
+    measured = calibrate.measure(effort, lambda what: None)
+    shared = from_rank_0(lambda: measured)
     assert shared is not None
     rows = tuple(  # so that it is known what wins
         msgspec.structs.replace(row, time_s=1e-9) if row.algorithm == "star+butterfly@2x2" else row
@@ -114,7 +114,7 @@ def calibrated_there() -> tuple[Cluster | None, str, float, list[str]]:
         patch.setattr(Collectives, "all_reduce", noted)
         loss = trainer.step(batch)
     error = error_of(loss, classification_loss(plain, batch)[0].detach())
-    return found, trainer.plan.algorithms["dp"], error, names
+    return measured, trainer.plan.algorithms["dp"], error, names
 
 
 @emulated

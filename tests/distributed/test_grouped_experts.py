@@ -172,8 +172,8 @@ def train_all() -> list[Any]:
 def test_gathered_tokens_train_as_in_one_process(ranks: Ranks) -> None:
     with oracle.WiderCasts():
         expected = oracle.in_one_process(hugging_face.subject("Mixtral", 3), oracle.OPTIMIZERS["SGD"])
-    for found in ranks(4, train_all):
-        for losses, state, targets in found:
+    for result in ranks(4, train_all):
+        for losses, state, targets in result:
             assert not any("experts_across" in target for target in targets)
             assert any("experts" in target for target in targets)
             assert losses == pytest.approx([loss.item() for loss in expected.losses], rel=1e-9)

@@ -202,8 +202,8 @@ def bytes_held(memories: list[str], layout: dict[str, Any], path: str) -> tuple[
 def test_the_bytes_of_all_copies_are_those_that_are_predicted(
     ranks: Ranks, memories: list[str], tmp_path: Path, num_hosts: int, layout: dict[str, Any]
 ) -> None:
-    found = ranks(2, bytes_held, memories[:num_hosts], layout, str(tmp_path / "saved"))
-    held, foretold = zip(*found, strict=True)
+    results = ranks(2, bytes_held, memories[:num_hosts], layout, str(tmp_path / "saved"))
+    held, foretold = zip(*results, strict=True)
     for name in ("kept_bytes", "staged_bytes"):
         assert sum(getattr(each, name) for each in held) == sum(getattr(each, name) for each in foretold) > 0
 

@@ -111,9 +111,9 @@ def train(name: str, layout: mw.Layout) -> oracle.LargestErrors:
 
 
 def check(ranks: Ranks, name: str, layout: mw.Layout) -> None:
-    for found in ranks(layout.num_ranks, train, name, layout, timeout=600):
-        assert found.error <= oracle.TOLERANCE, (name, found)
-        assert found.moved > 1e-3
+    for result in ranks(layout.num_ranks, train, name, layout, timeout=600):
+        assert result.error <= oracle.TOLERANCE, (name, result)
+        assert result.moved > 1e-3
 
 
 WAYS = [

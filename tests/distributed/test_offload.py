@@ -180,8 +180,8 @@ def test_the_planner_takes_it_where_memory_demands_and_it_may() -> None:
     tight = 0.85 * roomy.prediction.peak_memory_bytes
     with pytest.raises(LayoutError, match="no layout fits"):
         mw.plan(graph, cluster, devices=1, memory_bytes=tight)
-    found = mw.plan(graph, cluster, devices=1, memory_bytes=tight, offload=True)
-    assert found.offload == "optimizer"
-    assert found.prediction is not None
-    assert found.prediction.peak_memory_bytes <= tight
-    assert found.prediction.step_s > roomy.prediction.step_s
+    planned = mw.plan(graph, cluster, devices=1, memory_bytes=tight, offload=True)
+    assert planned.offload == "optimizer"
+    assert planned.prediction is not None
+    assert planned.prediction.peak_memory_bytes <= tight
+    assert planned.prediction.step_s > roomy.prediction.step_s

@@ -152,9 +152,9 @@ def all_trained(layout: mw.Layout) -> dict[str, float]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_equals_one_process(ranks: Ranks, layout: str) -> None:
-    for found in ranks(LAYOUTS[layout].num_ranks, all_trained, LAYOUTS[layout]):
-        assert found.keys() == MODELS.keys()
-        assert {name: error for name, error in found.items() if not error <= oracle.TOLERANCE} == {}
+    for result in ranks(LAYOUTS[layout].num_ranks, all_trained, LAYOUTS[layout]):
+        assert result.keys() == MODELS.keys()
+        assert {name: error for name, error in result.items() if not error <= oracle.TOLERANCE} == {}
 
 
 class Offsets(Bags):

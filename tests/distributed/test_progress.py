@@ -25,11 +25,11 @@ def streams(peers: set[int]) -> dict[int, LaneChannel]:
     """Streams with room for two messages; a rank that waits for 20 s fails."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stream, "SLOTS", 2)
-        found = groups.channels(peers)
-    for each in found.values():
+        lanes = groups.channels(peers)
+    for each in lanes.values():
         assert isinstance(each, LaneChannel)
         each._lane.timeout_s = 20.0
-    return found  # type: ignore[return-value]
+    return lanes  # type: ignore[return-value]
 
 
 def expect_and_wait_elsewhere(waits_in: str) -> bool:

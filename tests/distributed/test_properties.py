@@ -384,9 +384,9 @@ TOGETHER = ("zero3", "dp2 m2", "tp2 m2", "pp2", "pp2 m4 gpipe", "zero1 pp2 m2", 
     "layout", [pytest.param(name, marks=pytest.mark.product) if name in TOGETHER else name for name in LAYOUTS]
 )
 def test_every_property_of_a_model_is_kept(ranks: Ranks, layout: str) -> None:
-    for found in ranks(LAYOUTS[layout].num_ranks, errors_of, layout):
+    for result in ranks(LAYOUTS[layout].num_ranks, errors_of, layout):
         wrong = {}
-        for name, error in found.items():
+        for name, error in result.items():
             refusal = REFUSED.get((name, layout))
             if refusal is not None and not (isinstance(error, str) and refusal in error):
                 wrong[name] = error

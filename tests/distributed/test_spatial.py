@@ -117,9 +117,9 @@ def compared(serial: Subject, parallel: Subject, layout: mw.Layout, key: object 
 
 @pytest.mark.parametrize(("model", "layout"), CASES, ids=lambda value: value if isinstance(value, str) else "")
 def test_cut_images_train_as_in_one_process(ranks: Ranks, model: str, layout: mw.Layout) -> None:
-    for found in ranks(layout.num_ranks, train, model, layout):
-        assert found.error <= oracle.TOLERANCE, found
-        assert found.moved > 1e-3
+    for result in ranks(layout.num_ranks, train, model, layout):
+        assert result.error <= oracle.TOLERANCE, result
+        assert result.moved > 1e-3
 
 
 def train_own_rows_first(name: str, layout: mw.Layout) -> oracle.LargestErrors:
@@ -148,9 +148,9 @@ def train_own_rows_first(name: str, layout: mw.Layout) -> oracle.LargestErrors:
     ("model", "layout"), [("U-Net", mw.Layout(spatial=(2,))), ("ResNet", mw.Layout(spatial=(2, 2)))], ids=str
 )
 def test_so_they_do_where_own_rows_are_convolved_first(ranks: Ranks, model: str, layout: mw.Layout) -> None:
-    for found in ranks(layout.num_ranks, train_own_rows_first, model, layout):
-        assert found.error <= oracle.TOLERANCE, found
-        assert found.moved > 1e-3
+    for result in ranks(layout.num_ranks, train_own_rows_first, model, layout):
+        assert result.error <= oracle.TOLERANCE, result
+        assert result.moved > 1e-3
 
 
 def train_on_parts(layout: mw.Layout) -> tuple[list[float], dict[str, tuple[slice, ...]]]:
@@ -239,8 +239,8 @@ def test_ranks_that_would_be_left_without_output_are_told(
 
 def test_what_is_whole_where_others_are_cut_computes_the_same(ranks: Ranks) -> None:
     for stride, windows, parts, *_ in COARSE[1:]:
-        for found in ranks(parts, train_coarse, stride, windows, parts):
-            assert found.error <= oracle.TOLERANCE, found
+        for result in ranks(parts, train_coarse, stride, windows, parts):
+            assert result.error <= oracle.TOLERANCE, result
 
 
 def train_coarse(stride: int, windows: int, parts: int) -> oracle.LargestErrors:

@@ -277,11 +277,11 @@ def test_a_rank_waits_for_whichever_neighbour_sends_first(ranks: Ranks, kind: st
 def _between_the_dead() -> None:
     """Rank 1 waits for two neighbours, of which one is killed."""
     me = dist.get_rank()
-    found = groups.channels({0, 2} if me == 1 else {1})
+    lanes = groups.channels({0, 2} if me == 1 else {1})
     if me == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     if me == 1:
-        arrivals = [found[peer].receive(torch.zeros(1), f"what rank {peer} sends") for peer in (0, 2)]
+        arrivals = [lanes[peer].receive(torch.zeros(1), f"what rank {peer} sends") for peer in (0, 2)]
         with pytest.raises(LostRankError, match="rank 2: it has ended, and what rank 2 sends is due"):
             wait_for_any([[arrival] for arrival in arrivals])
 
@@ -299,11 +299,11 @@ LARGE = 5 * MESSAGE_BYTES // 8
 def _channels(monkeypatch: pytest.MonkeyPatch, peers: list[int]) -> dict[int, LaneChannel]:
     """Streams with room for two messages; a rank that waits for 10 s fails."""
     monkeypatch.setattr(stream, "SLOTS", 2)
-    found = groups.channels(peers)
-    for one in found.values():
+    lanes = groups.channels(peers)
+    for one in lanes.values():
         assert isinstance(one, LaneChannel)
         one._lane.timeout_s = 10.0
-    return found  # type: ignore[return-value]
+    return lanes  # type: ignore[return-value]
 
 
 def _in_a_circle(waits: str) -> bool:

@@ -139,16 +139,16 @@ def test_ranks_share_by_zero_where_memory_demands_it(microbatches: int) -> None:
             assert ideal is not None
             assert not (lighter.holds_too_much(sketch) and ideal.peak_bytes <= limit), "then the ideal cannot fit"
         sketches = [sketch for sketch in map(lighter.idealized, sketches) if lighter.may_fit(sketch)]
-        found = lighter.best([lighter.priced(sketch) for sketch in sketches])
+        best = lighter.best([lighter.priced(sketch) for sketch in sketches])
         for sketch in sketches:
             assert sketch.bound_s <= lighter.priced(sketch).step_s * (1 + 1e-9)
-        shared += bool(found.layout.zero)
-        assert found.peak_bytes <= limit
+        shared += bool(best.layout.zero)
+        assert best.peak_bytes <= limit
         least_again = {  # what is computed again costs time, so that less of it is enough
             zero: next(one for one in every if one.layout.zero == zero and one.peak_bytes <= limit)
             for zero in {one.layout.zero for one in every if one.peak_bytes <= limit}
         }
-        assert found.step_s <= (1 + ALIKE) * min(one.step_s for one in least_again.values())
+        assert best.step_s <= (1 + ALIKE) * min(one.step_s for one in least_again.values())
     assert shared
 
 
@@ -261,15 +261,15 @@ def test_what_does_not_fit_says_what_would(world_size: int) -> None:
     with pytest.raises(LayoutError) as caught:
         mw.plan(graph, CLUSTER, devices=world_size, memory_bytes=1e5)
     assert caught.value.where == "memory"
-    found = re.fullmatch(
+    match = re.fullmatch(
         r"no layout fits in [\d.e-]+ GiB for the tensors of a rank; the smallest, (.*), needs ([\d.e-]+) GiB a rank",
         caught.value.problem,
     )
-    assert found is not None, caught.value.problem
+    assert match is not None, caught.value.problem
     needed = min(peak for _, peak in every_layout(world_size, size).values())
-    assert float(found[2]) * 2**30 == pytest.approx(needed, rel=0.01)
-    assert f"give every rank {found[2]} GiB for tensors" in caught.value.remedy
-    limit = float(found[2]) * 2**30 * 1.01
+    assert float(match[2]) * 2**30 == pytest.approx(needed, rel=0.01)
+    assert f"give every rank {match[2]} GiB for tensors" in caught.value.remedy
+    limit = float(match[2]) * 2**30 * 1.01
     plan = mw.plan(graph, CLUSTER, devices=world_size, memory_bytes=limit)
     assert plan.prediction is not None
     assert plan.prediction.peak_memory_bytes <= limit, "the remedy works"
@@ -305,9 +305,9 @@ def test_a_smaller_batch_that_would_fit_is_named() -> None:
     least = re.search(r"needs ([\d.e-]+) GiB", refusal(1e5).problem)
     assert least is not None
     limit = 0.9 * float(least[1]) * 2**30
-    found = re.search(r"or use a global batch of (\d+)", refusal(limit).remedy)
-    assert found is not None
-    batch = int(found[1])
+    result = re.search(r"or use a global batch of (\d+)", refusal(limit).remedy)
+    assert result is not None
+    batch = int(result[1])
     assert 0 < batch < 128
     assert mw.plan(graph(batch), CLUSTER, devices=1, memory_bytes=limit).prediction is not None, "the remedy works"
 
@@ -389,8 +389,8 @@ def test_no_layout_by_hand_is_faster(tied: bool, cluster: mw.Cluster) -> None:
         model = GPT(config)
         tokens = torch.zeros(8, config.sequence_length, dtype=torch.int64)
     graph = mw.capture(model, language_model_loss, {"tokens": tokens, "targets": tokens})
-    found = quality.compared("GPT", graph, cluster, 4)
-    assert found.notes["slower"] <= ALIKE, found.measured
+    comparison = quality.compared("GPT", graph, cluster, 4)
+    assert comparison.notes["slower"] <= ALIKE, comparison.measured
 
 
 @pytest.mark.parametrize(

@@ -98,9 +98,9 @@ def test_a_defect_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setattr(api, "load_cluster", broken)
     assert cli(["clusters", "cpu-local"]) == 1
     text = capsys.readouterr().err
-    found = re.fullmatch(r"meshwright: unexpected ZeroDivisionError: out of order\n  -> .* is in (\S+)\n", text)
-    assert found
-    path = Path(found[1])
+    match = re.fullmatch(r"meshwright: unexpected ZeroDivisionError: out of order\n  -> .* is in (\S+)\n", text)
+    assert match
+    path = Path(match[1])
     assert "in broken" in path.read_text()
     path.unlink()
 
@@ -124,9 +124,9 @@ def test_plan_prints_what_a_rank_runs(capsys: pytest.CaptureFixture[str]) -> Non
     assert re.search(r"  all-reduce over dp \(2 ranks, \w+.*\): [\d.]+ KiB, gradient of ", text)
     assert re.search(r"  receives from the stage before: received \(.*\), [\d.]+ KiB", text)
     assert cli([*words, "--rank", "1", "--json"]) == 0
-    found = files.decode(capsys.readouterr().out.encode(), RankPrograms, where="output")
-    assert [program.stage for program in found.programs] == [0]
-    assert all(node.outputs for node in found.programs[0].phase("forward").nodes)
+    decoded = files.decode(capsys.readouterr().out.encode(), RankPrograms, where="output")
+    assert [program.stage for program in decoded.programs] == [0]
+    assert all(node.outputs for node in decoded.programs[0].phase("forward").nodes)
     assert cli([*words, "--rank", "4"]) == 2
     assert "there is no rank 4" in capsys.readouterr().err
     assert cli(["plan", "llama3-8b", "--cluster", "h100-dgx", "--program"]) == 2

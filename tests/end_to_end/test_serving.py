@@ -129,12 +129,12 @@ def test_profiles_are_written_into_the_file(tmp_path: Path, capsys: pytest.Captu
     reading.save(pictures(), path)
     assert cli(["serve", "profile", str(path), "--device", "laptop"]) == 0
     assert "residual" in capsys.readouterr().out
-    found = reading.load(path)
-    for operator in found.operators:
+    loaded = reading.load(path)
+    for operator in loaded.operators:
         for variant in operator.variants:
             assert set(variant.seconds) == {"core", "laptop"}
             assert variant.seconds["laptop"] > 0
-    assert [operator.variants[0].message_bytes for operator in found.operators] == [24.0, 12.0]
+    assert [operator.variants[0].message_bytes for operator in loaded.operators] == [24.0, 12.0]
 
 
 def test_profiles_of_other_devices_are_predicted() -> None:

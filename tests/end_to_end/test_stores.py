@@ -191,13 +191,13 @@ def test_samples_of_datasets_survive_as_bytes() -> None:
         "array": np.arange(4, dtype=np.int16).reshape(2, 2),
         "pair": (1, [2.5, None]), "label": np.int64(3), "name": "cat", "raw": b"\x00\xff", "flag": True,
     }  # fmt: skip
-    found = decode(encode(sample, "sample"))
-    assert torch.equal(found["image"], sample["image"])
-    assert torch.equal(found["half"], sample["half"])
-    assert found["empty"].shape == (0, 3)
-    assert np.array_equal(found["array"], np.arange(4).reshape(2, 2))
-    assert found["array"].dtype == np.int16
-    assert {name: found[name] for name in ("pair", "label", "name", "raw", "flag")} == {
+    decoded = decode(encode(sample, "sample"))
+    assert torch.equal(decoded["image"], sample["image"])
+    assert torch.equal(decoded["half"], sample["half"])
+    assert decoded["empty"].shape == (0, 3)
+    assert np.array_equal(decoded["array"], np.arange(4).reshape(2, 2))
+    assert decoded["array"].dtype == np.int16
+    assert {name: decoded[name] for name in ("pair", "label", "name", "raw", "flag")} == {
         "pair": (1, [2.5, None]), "label": 3, "name": "cat", "raw": b"\x00\xff", "flag": True,
     }  # fmt: skip
 

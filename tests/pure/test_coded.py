@@ -199,11 +199,11 @@ def test_a_plan_may_name_algorithms_for_selections(name: str) -> None:
 
 def test_algorithms_are_compared_in_coded_form(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli(["collectives", "--ranks", "4", "--bytes", "1MiB", "--codec", "topk(1%) + qsgd(4)", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["codec"] == "topk(1%)+qsgd(4)"
-    rows = {row["algorithm"]: row for row in found["rows"]}
+    decoded = json.loads(capsys.readouterr().out)
+    assert decoded["codec"] == "topk(1%)+qsgd(4)"
+    rows = {row["algorithm"]: row for row in decoded["rows"]}
     assert set(FOR_SELECTIONS) < set(rows)
-    assert {each["algorithm"] for each in found["refused"]} == {"naive", "butterfly", "one-by-one", "contention-free"}
+    assert {each["algorithm"] for each in decoded["refused"]} == {"naive", "butterfly", "one-by-one", "contention-free"}
     codec = codec_of("topk(1%)+qsgd(4)")
     sent = closed_form("all_reduce", "ring", 4, 2**18, codec, 4, chunk_of(codec, 4))
     assert rows["ring"]["count"]["moved"] == sum(sent)

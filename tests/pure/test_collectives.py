@@ -328,13 +328,13 @@ def test_a_picture_says_what_it_leaves_out() -> None:
 
 
 def test_the_comparison_finds_the_crossovers() -> None:
-    found = compare("all_reduce", "a100-80gb-dgx-hdr200x8", 8, 2**20)
-    assert found.rows[0].shared_s == min(row.shared_s or math.inf for row in found.rows)
-    names = [one.algorithm for one in found.best_alone]
+    comparison = compare("all_reduce", "a100-80gb-dgx-hdr200x8", 8, 2**20)
+    assert comparison.rows[0].shared_s == min(row.shared_s or math.inf for row in comparison.rows)
+    names = [one.algorithm for one in comparison.best_alone]
     assert names == ["butterfly", "rabenseifner"], "latency first, then bytes"
-    assert not set(DIFFER) & {one.algorithm for one in found.best_shared}
+    assert not set(DIFFER) & {one.algorithm for one in comparison.best_shared}
     with pytest.raises(LayoutError, match="65 ranks"):
-        compare("all_reduce", found.cluster, 65, 1)
+        compare("all_reduce", comparison.cluster, 65, 1)
 
 
 def test_a_cluster_of_boxes_is_compared_with_levels() -> None:

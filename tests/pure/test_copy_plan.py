@@ -51,7 +51,7 @@ def test_each_piece_is_kept_once_on_one_host_and_twice_on_several(
         for entry in plan.entries:
             places[entry.piece].append(host)
     wanted = min(2, len(set(hosts)))
-    assert all(len(found) == len(set(found)) == wanted for found in places.values())
+    assert all(len(place) == len(set(place)) == wanted for place in places.values())
     for rank, plan in enumerate(plans):
         assert all(entry.piece in offers[rank] for entry in plan.entries[: plan.num_own])
 
@@ -62,11 +62,11 @@ def test_the_loss_of_any_one_host_loses_nothing(world: tuple[list[list[TensorPie
     every = {piece for offer in offers for piece in offer}
     plans = plan_copies(offers, hosts)
     for lost in set(hosts) if len(set(hosts)) > 1 else ():
-        found = newest_complete(copies(plans, hosts, len(every), without=lost))
-        assert found is not None
-        assert found[0] == 7
-        assert found[1].keys() == every
-        assert all(place.host != lost for places in found[1].values() for place in places)
+        newest = newest_complete(copies(plans, hosts, len(every), without=lost))
+        assert newest is not None
+        assert newest[0] == 7
+        assert newest[1].keys() == every
+        assert all(place.host != lost for places in newest[1].values() for place in places)
 
 
 @given(worlds())

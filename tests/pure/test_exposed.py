@@ -109,8 +109,8 @@ def test_other_collectives_of_the_axis_wait_for_the_link() -> None:
 
 @given(made)
 def test_where_nothing_hides_all_is_exposed(gradients: Made) -> None:
-    found = reductions(gradients, 60, 0.5, hides=False)
-    assert exposed_s(backward(gradients), (), found) == pytest.approx(sum(one.seconds for one in found))
+    sums = reductions(gradients, 60, 0.5, hides=False)
+    assert exposed_s(backward(gradients), (), sums) == pytest.approx(sum(one.seconds for one in sums))
 
 
 @given(made, st.integers(1, 400))

@@ -210,8 +210,8 @@ def test_chunks_of_one_rank_need_no_sends() -> None:
 def test_sends_of_a_micro_batch_are_those_that_stand_in_the_schedule(schedule: Schedule) -> None:
     sends = (ActionKind.SEND_F, ActionKind.SEND_B)
     for actions, rank in zip(complete(schedule).ranks, check(schedule).ranks, strict=True):
-        found = Counter(action.microbatch for action in actions if action.kind in sends)
-        assert [found[one] for one in range(schedule.num_microbatches)] == (
+        counts = Counter(action.microbatch for action in actions if action.kind in sends)
+        assert [counts[one] for one in range(schedule.num_microbatches)] == (
             [rank.sent_per_microbatch] * schedule.num_microbatches
         )
 

@@ -87,12 +87,12 @@ def test_what_is_too_little_to_tell_from_changes_nothing() -> None:
 
 
 def test_a_slower_level_slows_its_links_and_its_measured_collectives() -> None:
-    found = with_slower_levels(CLUSTER, {"box": 3.0})
+    slower = with_slower_levels(CLUSTER, {"box": 3.0})
     for num_bytes in (100, 10**6):
         expected = 3 * Network(CLUSTER).collective_s("all_reduce", num_bytes, Group(2))
-        assert Network(found).collective_s("all_reduce", num_bytes, Group(2)) == pytest.approx(expected)
-    assert [row.time_s for row in found.collectives] == [pytest.approx(3e-3), 1e-3]
-    assert (found.levels[1], found.device) == (CLUSTER.levels[1], CLUSTER.device)
+        assert Network(slower).collective_s("all_reduce", num_bytes, Group(2)) == pytest.approx(expected)
+    assert [row.time_s for row in slower.collectives] == [pytest.approx(3e-3), 1e-3]
+    assert (slower.levels[1], slower.device) == (CLUSTER.levels[1], CLUSTER.device)
     assert with_slower_levels(CLUSTER, {"box": 1.0}) == CLUSTER
 
 
@@ -103,9 +103,9 @@ def test_levels_of_members_are_slowed_too() -> None:
         name="two-boxes", num_devices=4, device=CORE,
         levels=(Level(name="rack", fan_out=2, alpha_s=1e-5, beta_s_per_byte=1e-10, members=members),),
     )  # fmt: skip
-    found = with_slower_levels(unlike, {"box": 2.0})
-    assert found.levels[0].alpha_s == 1e-5
-    assert [member.levels[0].alpha_s for member in found.levels[0].members] == [2e-5, 2e-5]
+    slower = with_slower_levels(unlike, {"box": 2.0})
+    assert slower.levels[0].alpha_s == 1e-5
+    assert [member.levels[0].alpha_s for member in slower.levels[0].members] == [2e-5, 2e-5]
 
 
 def test_what_no_constant_explains_is_refused() -> None:

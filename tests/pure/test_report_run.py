@@ -307,10 +307,10 @@ def test_what_the_command_cannot_do_is_told_in_a_line(directory: Path, capsys: p
 
 @given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6))
 def test_marks_are_round_and_inside(low: float, length: float) -> None:
-    found = run_drawing.marks(low, low + length)
-    assert 2 <= len(found) <= 7
-    assert all(low - 1e-6 * length <= one <= low + length * (1 + 1e-6) for one in found)
-    mantissa = f"{found[1] - found[0]:.3e}"[0]
+    positions = run_drawing.marks(low, low + length)
+    assert 2 <= len(positions) <= 7
+    assert all(low - 1e-6 * length <= one <= low + length * (1 + 1e-6) for one in positions)
+    mantissa = f"{positions[1] - positions[0]:.3e}"[0]
     assert mantissa in "125"
 
 

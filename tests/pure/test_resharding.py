@@ -238,8 +238,8 @@ def test_what_lies_right_does_not_keep_a_sum_from_going_along_levels() -> None:
     mover = Mover({"pod": 2, "dp": 8, "tp": 2}, links)
     for dim in (0, 1):
         cut: Placements = {"tp": Shard(dim)}
-        found = mover.moves({"pod": SUM, "dp": SUM, **cut}, cut, (4096, 4096), 4)
-        assert [(move.axis, move.kind) for move in found] == [
+        steps = mover.moves({"pod": SUM, "dp": SUM, **cut}, cut, (4096, 4096), 4)
+        assert [(move.axis, move.kind) for move in steps] == [
             ("dp", "reduce_scatter"),
             ("pod", "all_reduce"),
             ("dp", "all_gather"),

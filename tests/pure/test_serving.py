@@ -391,9 +391,9 @@ def test_plans_and_simulations_are_printed_and_leave_pages(tmp_path: Path, capsy
     assert "speech-recognition" in text
     assert "meshwright serve plan vqa" in text
     assert cli(["serve", "simulate", "vqa", "--items", "200", "--json"]) == 0
-    found = msgspec.json.decode(capsys.readouterr().out)
-    assert [figure["name"] for figure in found["figures"]] == ["throughput", "p50 latency", "p99 latency"]
-    assert len(found["latencies_s"]) == 200
+    decoded = msgspec.json.decode(capsys.readouterr().out)
+    assert [figure["name"] for figure in decoded["figures"]] == ["throughput", "p50 latency", "p99 latency"]
+    assert len(decoded["latencies_s"]) == 200
     assert cli(["serve", "plan", "vqa", "--accuracy", "54", "--json"]) == 0
     assert msgspec.json.decode(capsys.readouterr().out)["plan"]["accuracy"] == 54.02
     assert cli(["serve", "simulate", "vqa", "--arrivals", "late"]) == 2

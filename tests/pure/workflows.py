@@ -200,11 +200,11 @@ def _traffic_usd(
         for index, (terms, _) in enumerate(given):
             for column, value in terms.items():
                 matrix[index, column] = value
-    found = linprog(
+    optimum = linprog(
         costs, A_eq=equal, b_eq=[value for _, value in rows], A_ub=limits if full else None,
         b_ub=[value for _, value in full] if full else None, bounds=np.column_stack([np.zeros(count), upper]),
     )  # fmt: skip
-    return float(found.fun) if found.status == 0 else None
+    return float(optimum.fun) if optimum.status == 0 else None
 
 
 def every_plan_of_vqa(workflow: Workflow) -> tuple[float, int, int]:
