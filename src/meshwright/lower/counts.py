@@ -7,6 +7,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from meshwright.capture.outputs import outputs_of
 from meshwright.capture.rules import Rules
 from meshwright.ir.codec import codec_of
 from meshwright.ir.convolution import work_of
@@ -104,6 +105,22 @@ class Counter:
         if target in _PASSES:
             largest = max(map(num_bytes, (*call.tensors, *outputs)))
             return tuple(Kernel(kind, dtype, 0.0, times * largest, calls) for kind, times, calls in _PASSES[target])
+        if target is collectives.GATHER_MULTIPLY:
+            whole, *products = outputs
+            calls = (
+                Call(aten.mm.default, (whole, weight), {}, (product,))
+                for weight, product in zip(call.args[1], products, strict=True)
+            )
+            return tuple(kernel for each in calls for kernel in self._counted(each, False))
+        if target is collectives.MULTIPLY_SCATTER:  # the terms of all ranks for this rank's rows, before they are added
+            left, right = call.args[:2]
+            terms = outputs_of(aten.mm.default, (left, right), {})
+            (product,) = self._counted(Call(aten.mm.default, (left, right), {}, (terms,)), False)
+            moved = num_bytes(terms, *outputs)
+            return (
+                msgspec.structs.replace(product, workspace_bytes=num_bytes(terms)),
+                Kernel("reduction", dtype, 0.0, moved),
+            )
         if target in opaque.RULES:
             return (_opaque(call, dtype, read + written),)
         if target is collectives.ADD_ROWS:  # in place: only these rows are read and written
@@ -277,6 +294,11 @@ def _coded(call: Call, given: Mapping[str, Any]) -> tuple[str, int, tuple[int, .
 def inside(call: Call, label: str) -> tuple[Collective, ...]:
     """The collectives that a call's kernel runs itself. A ring is counted as an all-gather that moves the same
     bytes."""
+    if call.target in (collectives.GATHER_MULTIPLY, collectives.MULTIPLY_SCATTER):
+        axis, size = call.args[-2:]
+        if call.target is collectives.GATHER_MULTIPLY:
+            return (Collective("all_gather", axis, size, num_bytes(call.outputs[0]), label=label),)
+        return (Collective("reduce_scatter", axis, size, size * num_bytes(*call.outputs), label=label),)
     if call.target not in _ACROSS:
         return ()
     *given, axis, size = call.args
