@@ -17,7 +17,7 @@ from meshwright.cost.optimizer import ADAMW
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Layout, ZeroStage
-from meshwright.ir.level import Level, Member
+from meshwright.ir.level import Level, LevelMembers
 from meshwright.ir.part import part_of
 from meshwright.ir.pipeline import ScheduleName
 from meshwright.lower.plans import PlanLowering
@@ -27,7 +27,7 @@ from meshwright.planner.inter_op.best_first import BestFirst
 from meshwright.planner.inter_op.chain import chain_of
 from meshwright.planner.inter_op.layer_work import LayerPrices
 from meshwright.planner.inter_op.pipelines import Pipelines
-from meshwright.planner.inter_op.stage_homes import REFUSED, Placed, StageHomes, of_sizes
+from meshwright.planner.inter_op.stage_homes import REFUSED, PlacedPipeline, StageHomes, of_sizes
 from meshwright.planner.time_limit import TimeLimit
 from meshwright.schedules.pipeline import least_microbatches
 
@@ -48,7 +48,7 @@ def cluster(name: str, *, unlike: bool) -> Cluster:
     one = mw.Cluster.load(name, 2)
     box = Level(name="box", fan_out=2, alpha_s=1e-6, beta_s_per_byte=1e-9)
     devices = (one.device, slowed(one.device, 2.0) if unlike else one.device)
-    members = tuple(Member(count=1, device=device, levels=(box,)) for device in devices) if unlike else ()
+    members = tuple(LevelMembers(count=1, device=device, levels=(box,)) for device in devices) if unlike else ()
     network = Level(name="network", fan_out=2, alpha_s=1e-5, beta_s_per_byte=2e-9, members=members)
     levels = (network,) if unlike else (box, network)
     return msgspec.structs.replace(one, num_devices=RANKS, levels=levels, collectives=(), open_ended=False)
@@ -68,7 +68,7 @@ def search_on(homes: StageHomes) -> BestFirst:
     return BestFirst(homes, BATCH, space, clock, most_tp=RANKS, most_ranks=RANKS)
 
 
-def every_pipeline(homes: StageHomes) -> Iterator[Placed]:
+def every_pipeline(homes: StageHomes) -> Iterator[PlacedPipeline]:
     """All pipelines that fit: numbers of ranks x dp and tp x cuts x micro-batches x schedules x ZeRO stages."""
     layers = len(homes.of_all.chain.layers)
     own = [(dp, tp) for dp, tp in itertools.product(range(1, RANKS), repeat=2) if dp * tp < RANKS and BATCH % dp == 0]

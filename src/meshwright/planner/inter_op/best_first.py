@@ -24,8 +24,8 @@ from meshwright.planner.candidates import Space, divisors
 from meshwright.planner.inter_op.option import Option
 from meshwright.planner.inter_op.pipelines import ALIKE
 from meshwright.planner.inter_op.rounds import LONG, fill_of, passes
-from meshwright.planner.inter_op.stage_bounds import Stage, StageBounds
-from meshwright.planner.inter_op.stage_homes import REFUSED, Placed, StageHomes, of_sizes, stage_layout
+from meshwright.planner.inter_op.stage_bounds import PlacedStage, StageBounds
+from meshwright.planner.inter_op.stage_homes import REFUSED, PlacedPipeline, StageHomes, of_sizes, stage_layout
 from meshwright.planner.time_limit import TimeLimit
 from meshwright.schedules.pipeline import least_microbatches
 
@@ -62,7 +62,7 @@ class _Node(NamedTuple):
     bound_s: float
     number: int
     run: _Run
-    stages: tuple[Stage, ...]
+    stages: tuple[PlacedStage, ...]
     filled_s: float
     layout: Layout | None = None
     priced: bool = False
@@ -91,7 +91,7 @@ class BestFirst:
     def options(self, best_s: float) -> list[Option]:
         """The ``SHOWN`` fastest layouts of ``pipelines``, the fastest first. Of layouts that differ only in their
         schedule and take equally long, the first is kept."""
-        fastest: dict[str, Placed] = {}
+        fastest: dict[str, PlacedPipeline] = {}
         alike = set[tuple[str, str]]()
         for placed in sorted(self.pipelines(best_s), key=lambda placed: placed.step_s):
             same = layout_text(msgspec.structs.replace(placed.layout, schedule="1f1b")), f"{placed.step_s:.9g}"
@@ -100,7 +100,7 @@ class BestFirst:
                 alike.add(same)
         return [self.homes.option(placed) for placed in itertools.islice(fastest.values(), SHOWN)]
 
-    def pipelines(self, best_s: float) -> Iterator[Placed]:
+    def pipelines(self, best_s: float) -> Iterator[PlacedPipeline]:
         """Yield the pipelines that fit in memory, in the order of their lower bounds. ``best_s`` is the step of the
         best known layout. Pipelines whose lower bound is longer by more than ``ALIKE``, or longer by as much than a
         pipeline before them, are left out: programs of the whole model decide between those that remain."""
@@ -134,7 +134,7 @@ class BestFirst:
             yield from runs.values()
 
     def _push(
-        self, bound_s: float, run: _Run, stages: tuple[Stage, ...], filled_s: float, layout: Layout | None = None,
+        self, bound_s: float, run: _Run, stages: tuple[PlacedStage, ...], filled_s: float, layout: Layout | None = None,
         *, priced: bool = False,
     ) -> None:  # fmt: skip
         heapq.heappush(self._heap, _Node(bound_s, next(self._numbers), run, stages, filled_s, layout, priced))
@@ -159,7 +159,7 @@ class BestFirst:
                 uniform = self.bounds.uniform((*((stage.dp, stage.tp) for stage in node.stages), (dp, tp)))
                 for last in lasts:
                     self.grown += 1
-                    placed = Stage(first, last, ranks, dp, tp)
+                    placed = PlacedStage(first, last, ranks, dp, tp)
                     seconds = self.bounds.stage_s(bounds, placed, uniform=uniform)
                     once = self.bounds.once_s(bounds, placed, max(self.zeros) if self._divides else 0)
                     bound_s = max(node.bound_s, run.microbatches * seconds + max(once, node.filled_s))
@@ -175,7 +175,7 @@ class BestFirst:
                     else:
                         self._finish(run, (*node.stages, placed))
 
-    def _finish(self, run: _Run, stages: tuple[Stage, ...]) -> None:
+    def _finish(self, run: _Run, stages: tuple[PlacedStage, ...]) -> None:
         """Add the whole pipelines of these stages: with all schedules, and with the first two stages of ZeRO. Others
         follow if these do not fit. On equal stages, ``gpipe`` takes as long as ``1f1b``."""
         sizes = [(stage.dp, stage.tp) for stage in stages]
@@ -187,7 +187,7 @@ class BestFirst:
             for zero in self.zeros[: 2 if several and self._divides else 1]:
                 self._push_whole(run, stages, msgspec.structs.replace(layout, zero=zero), priced=False)
 
-    def _push_whole(self, run: _Run, stages: tuple[Stage, ...], layout: Layout, *, priced: bool) -> None:
+    def _push_whole(self, run: _Run, stages: tuple[PlacedStage, ...], layout: Layout, *, priced: bool) -> None:
         bound_s = self.bound_s(layout, [range(stage.first, stage.last + 1) for stage in stages])
         self._push(bound_s, run, stages, 0.0, layout, priced=priced)
 
@@ -198,7 +198,7 @@ class BestFirst:
         uniform = self.bounds.uniform([(own.dp, own.feature_ranks) for own in each])
         bound_s = filled_s = 0.0
         for number, (own, layers) in enumerate(zip(each, stages, strict=True)):
-            stage = Stage(layers.start, layers.stop - 1, mesh.stage_ranks(number), own.dp, own.feature_ranks)
+            stage = PlacedStage(layers.start, layers.stop - 1, mesh.stage_ranks(number), own.dp, own.feature_ranks)
             zero = own.zero if own.dp > 1 else 0
             bounds = self.bounds.of(stage.ranks, stage.dp, stage.tp, run.microbatches, run.passes, zero)
             seconds, once = self.bounds.stage_s(bounds, stage, uniform=uniform), self.bounds.once_s(bounds, stage, zero)
@@ -226,7 +226,7 @@ class BestFirst:
                 return
         self._push_whole(node.run, node.stages, layout, priced=True)
 
-    def _simulate(self, node: _Node, layout: Layout) -> Placed | None:
+    def _simulate(self, node: _Node, layout: Layout) -> PlacedPipeline | None:
         """A whole pipeline with its simulated step. If it fits only with recomputation, or not at all, the next ZeRO
         stage is added to the heap."""
         self.simulated += layout.pp * min(layout.microbatches, LONG * layout.pp)

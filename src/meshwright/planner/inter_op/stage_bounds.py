@@ -23,7 +23,7 @@ IMPOSSIBLE_S = 1e15
 _Floats = NDArray[np.float64]
 
 
-class Stage(NamedTuple):
+class PlacedStage(NamedTuple):
     """A stage: its layers ``first`` to ``last`` (both included), its ranks, and their division."""
 
     first: int
@@ -33,7 +33,7 @@ class Stage(NamedTuple):
     tp: int
 
 
-class Bounds(NamedTuple):
+class LayerBounds(NamedTuple):
     """Lower bounds on seconds. [i] is the sum over all layers before i: of a micro-batch on the device (``before``) and
     of its launches on the host, of the update, and of the sums of gradients without their latency ``latency_s``. ``up``
     and ``down`` are the bytes that a rank sends after a layer, and before it."""
@@ -57,14 +57,14 @@ class StageBounds:
     def __init__(self, homes: StageHomes, space: Space) -> None:
         self.homes, self.space = homes, space
         self.chain, self.world_size = homes.of_all.chain, homes.world_size
-        self._known: dict[object, Bounds] = {}
+        self._known: dict[object, LayerBounds] = {}
         self._links: dict[int, tuple[float, float]] = {}
 
     def clear(self) -> None:
         """Forget all bounds, because more divisions are priced."""
         self._known.clear()
 
-    def stage_s(self, bounds: Bounds, stage: Stage, *, uniform: bool) -> float:
+    def stage_s(self, bounds: LayerBounds, stage: PlacedStage, *, uniform: bool) -> float:
         """A lower bound on the seconds of a stage for one micro-batch. On a CPU, its messages take its time."""
         seconds = max(float(each[stage.last + 1] - each[stage.first]) for each in (bounds.before, bounds.launches))
         if not self.homes.of_all.overlaps:
@@ -72,7 +72,7 @@ class StageBounds:
             seconds += self._send_s(bounds.down[stage.first], stage.ranks.start, uniform=uniform)
         return seconds
 
-    def hidden_s(self, bounds: Bounds, stage: Stage, *, uniform: bool) -> float:
+    def hidden_s(self, bounds: LayerBounds, stage: PlacedStage, *, uniform: bool) -> float:
         """The seconds of the message after a stage, if the stage computes meanwhile."""
         overlaps = self.homes.of_all.overlaps
         return self._send_s(bounds.up[stage.last], stage.ranks.stop, uniform=uniform) if overlaps else 0.0
@@ -97,13 +97,15 @@ class StageBounds:
             self._links[border] = level.alpha_s, level.shared_beta_s_per_byte(1) / level.ring_fraction(2)
         return self._links[border]
 
-    def once_s(self, bounds: Bounds, stage: Stage, zero: int) -> float:
+    def once_s(self, bounds: LayerBounds, stage: PlacedStage, zero: int) -> float:
         """A lower bound on the seconds of a stage after its last micro-batch: sums of gradients, if no kernels hide
         them, and the update."""
         update, sums = (float(each[stage.last + 1] - each[stage.first]) for each in (bounds.update, bounds.sums))
         return update / (stage.dp if zero else 1) + (sums + bounds.latency_s if sums else 0.0)
 
-    def of(self, ranks: range, dp: int, tp: int, microbatches: int, kinds: tuple[str, ...], zero: int = 0) -> Bounds:
+    def of(
+        self, ranks: range, dp: int, tp: int, microbatches: int, kinds: tuple[str, ...], zero: int = 0
+    ) -> LayerBounds:
         """The bounds for stages on these ranks, divided over ``dp`` and ``tp``, in actions of ``kinds``."""
         home = self.homes.of(ranks)
         key = (id(home), dp, tp, microbatches, kinds, zero)
@@ -117,7 +119,7 @@ class StageBounds:
                 self._known[key] = _constant_bounds(len(self.chain.layers), IMPOSSIBLE_S if impossible else 0.0)
         return self._known[key]
 
-    def _bounded(self, home: Pipelines, own: Layout, kinds: tuple[str, ...]) -> Bounds:
+    def _bounded(self, home: Pipelines, own: Layout, kinds: tuple[str, ...]) -> LayerBounds:
         """Lower bounds for layers on the ranks of ``home``, divided as ``own`` says."""
         prices, numbers = home.prices, self.chain.numbers
         plain = msgspec.structs.replace(own, zero=0)
@@ -147,7 +149,7 @@ class StageBounds:
             np.array(sizes) * of_rank
             for sizes in ([fact.up_bytes for fact in facts], [fact.down_bytes for fact in facts])
         )
-        return Bounds(before, launches, update, sums, latency_s, up, down)
+        return LayerBounds(before, launches, update, sums, latency_s, up, down)
 
     def _sums(self, home: Pipelines, works: LayerWorks) -> tuple[_Floats, float]:
         """The seconds of the sums of gradients of each layer without latencies, and the least latency. Several layers
@@ -172,11 +174,11 @@ class StageBounds:
         return works, part * alone.microbatches / parts
 
 
-def _constant_bounds(num_layers: int, layer_s: float) -> Bounds:
-    """Bounds of layers that take ``layer_s`` seconds each."""
+def _constant_bounds(num_layers: int, layer_s: float) -> LayerBounds:
+    """LayerBounds of layers that take ``layer_s`` seconds each."""
     zeros, before = np.zeros(num_layers + 1), np.arange(num_layers + 1, dtype=np.float64)
     before *= layer_s
-    return Bounds(before, zeros, zeros, zeros, 0.0, zeros, zeros)
+    return LayerBounds(before, zeros, zeros, zeros, 0.0, zeros, zeros)
 
 
 def _of_own_parameters(works: LayerWorks) -> _Floats:

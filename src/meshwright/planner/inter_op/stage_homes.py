@@ -40,7 +40,7 @@ class Pool:
     pipelines: Pipelines
 
 
-class Placed(NamedTuple):
+class PlacedPipeline(NamedTuple):
     """A pipeline that fits in memory: the layers and the recomputation of its stages, and its simulated step."""
 
     layout: Layout
@@ -112,7 +112,7 @@ class StageHomes:
         """
         return self.of(layout.mesh().stage_ranks(stage)).prices.of(stage_layout(layout, stage, recompute))
 
-    def lightest(self, layout: Layout, stages: Sequence[range]) -> Placed | None:
+    def lightest(self, layout: Layout, stages: Sequence[range]) -> PlacedPipeline | None:
         """The pipeline with these stages, in which a stage recomputes only if its memory needs it. None if it does not
         fit in memory even so.
 
@@ -123,12 +123,12 @@ class StageHomes:
             work = self._assembled(layout, stages, kinds)
             full = self._too_full(layout, work)
             if not full:
-                return Placed(layout, stages, tuple(kinds), work, simulated_s(layout, work, self.cluster))
+                return PlacedPipeline(layout, stages, tuple(kinds), work, simulated_s(layout, work, self.cluster))
             if kinds[full[0]] == every[-1]:
                 return None
             kinds[full[0]] = every[every.index(kinds[full[0]]) + 1]
 
-    def placed(self, layout: Layout, stages: Sequence[range], kinds: Sequence[Recompute]) -> Placed | None:
+    def placed(self, layout: Layout, stages: Sequence[range], kinds: Sequence[Recompute]) -> PlacedPipeline | None:
         """The pipeline with these stages and kinds of recomputation; None if it does not fit in memory.
 
         Raises: the errors of ``lightest``.
@@ -136,9 +136,9 @@ class StageHomes:
         work = self._assembled(layout, stages, kinds)
         if self._too_full(layout, work):
             return None
-        return Placed(layout, stages, tuple(kinds), work, simulated_s(layout, work, self.cluster))
+        return PlacedPipeline(layout, stages, tuple(kinds), work, simulated_s(layout, work, self.cluster))
 
-    def option(self, placed: Placed) -> Option:
+    def option(self, placed: PlacedPipeline) -> Option:
         """A pipeline in the form in which searches compare layouts."""
         layout, work = placed.layout, placed.work
         return Option(
