@@ -32,6 +32,8 @@ COLLECT_AFTER = 50_000, 20, 20
 """Thresholds of garbage collections. By default Python looks for garbage each time that 700 objects are new: captures
 and plans make millions, nearly all of which live on, and looking takes a tenth of their time."""
 gc.set_threshold(*COLLECT_AFTER)
+CHANNEL_SLOTS = 16
+"""Slots of a channel between ranks of the pool. Small models send little; what has no room waits in a queue."""
 settings.load_profile(PROFILE)  # pytest --hypothesis-profile loads another, later
 
 
@@ -74,7 +76,7 @@ def ranks() -> Iterator[Ranks]:
     """`ranks(n, fn, *args, timeout=120)` runs a top-level function on n ranks and returns the results by rank."""
     from tests.distributed.pool import Ranks  # here, so that the pure tests start without importing torch
 
-    with Ranks() as pool:
+    with Ranks(CHANNEL_SLOTS) as pool:
         yield pool
 
 
