@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import meshwright as mw
-from meshwright.api.plans import Rules
+from meshwright.api.machine import known_cluster
+from meshwright.api.plans import Rules, plan_by_layout
 from meshwright.capture.batch import take_apart
 from meshwright.capture.builder import Capture, capture
 from meshwright.comm.groups import from_every_rank, from_rank_0
@@ -394,6 +395,7 @@ def in_parallel(
 _REFERENCES: dict[object, Run] = {}
 _CAPTURES: dict[object, Capture] = {}
 _PLANS: dict[tuple[object, str], bytes] = {}
+_LOWERINGS: dict[tuple[object, str], PlanLowering] = {}
 
 
 def widening(widens: bool) -> AbstractContextManager[object]:
@@ -443,8 +445,11 @@ def sharing_capture(key: object, *, widens: bool = False) -> Callable[..., mw.Tr
         def planned() -> bytes:
             if isinstance(asked, mw.Plan):
                 return encode_json(asked)
-            known = _PLANS.get(kept)
-            return known or encode_json(mw.plan(shared.graph, devices=asked.num_ranks, layout=asked, rules=rules))
+            if kept not in _PLANS:
+                lower = _LOWERINGS.setdefault((key, repr(precision)), PlanLowering(shared.graph, rules))
+                cluster = known_cluster(None, torch.device("cpu"), asked.num_ranks)
+                _PLANS[kept] = encode_json(plan_by_layout(shared.graph, asked, cluster, lower))
+            return _PLANS[kept]
 
         text = from_rank_0(planned)
         if not isinstance(asked, mw.Plan):
