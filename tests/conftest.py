@@ -46,7 +46,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude all that is imported from garbage collections, which would walk through it again and again."""
+    """Exclude all that is imported from garbage collections, which would walk through it again and again. Let the ranks
+    that Meshwright starts find imported what ranks of the pool find: a process has one fork server for both."""
+    if (launcher := sys.modules.get("meshwright.runtime.ranks")) is not None:
+        from tests.distributed.pool import PRELOAD
+
+        launcher.PRELOADED[:] = PRELOAD
     gc.collect()
     gc.freeze()
 

@@ -50,9 +50,9 @@ HOST = "127.0.0.1"
 STOP, LEAVE = b"", b"leave"
 """Messages to ranks instead of a call: the end, and that all ranks have answered the last call."""
 PRELOAD = [
-    "torch", "torch.distributed", "torch.distributed.checkpoint", "torch._dynamo", "hypothesis", "pytest",
-    "transformers.models.gpt2.modeling_gpt2", "sklearn.datasets", "meshwright.api", "meshwright.comm.mail",
-    "meshwright.models",
+    "torch", "torch.distributed", "torch.distributed.checkpoint", "torch._dynamo",
+    "torch.fx.experimental.symbolic_shapes", "hypothesis", "pytest", "transformers.models.gpt2.modeling_gpt2",
+    "sklearn.datasets", "meshwright.api", "meshwright.comm.mail", "meshwright.models",
 ]  # fmt: skip
 """What ranks find imported: a server does it once, and every rank starts as a fork of it."""
 START_TIMEOUT_S = 120.0
