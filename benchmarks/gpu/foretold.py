@@ -1,14 +1,17 @@
-"""The part ``foretold``: what the calibrated cluster and a dry run foretell, beside what earlier parts measured."""
+"""The part ``foretold``: what the calibrated cluster and dry runs foretell, beside what earlier parts measured."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
 import meshwright as mw
+from benchmarks.gpu import layouts
 from benchmarks.gpu.context import Context
 from benchmarks.gpu.models import WORKLOADS
+from benchmarks.gpu.several import MEASURED
 from benchmarks.gpu.speed import OPERATORS, WITHIN, compare_prediction
 from meshwright.cost.optimizer import ADAMW
 from meshwright.ir.cluster import Cluster
@@ -16,6 +19,9 @@ from meshwright.ir.result import Check, Settings
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import language_model_loss
 from meshwright.planner.foretell import foretell
+
+LAYOUT_S = 10.0
+"""Seconds that must be left for the dry run of a layout."""
 
 
 def run(context: Context) -> None:
@@ -29,6 +35,37 @@ def run(context: Context) -> None:
         kept = context.kept(part)
         if f"{OPERATORS}_bytes" in kept and context.left_s > 20:
             context.notes.tried(f"{part}: dry run", lambda: _rehearsed(context, part, kept))  # noqa: B023
+    if most := context.kept("ranks").get("ranks"):
+        several_layouts(context, most)
+
+
+def several_layouts(context: Context, most: int) -> None:
+    """Note the peak memory of dry runs of layouts of several GPUs beside that which was measured."""
+    told: dict[str, str] = {}
+    right = total = 0
+    for name, checked in layouts.layouts(most).items():
+        kept = context.kept(f"ranks-parity-{checked.layout.num_ranks}").get(f"{name}{MEASURED}")
+        if kept is None or context.left_s < LAYOUT_S:
+            told[name] = "not measured" if kept is None else "no dry run: no time was left"
+            continue
+        cluster = context.catalog_cluster(checked.layout.num_ranks) or "h100-dgx"
+        args = context, checked, kept["plan"], cluster
+        found = context.notes.tried(f"{name}: dry run", functools.partial(layouts.foretold, *args))
+        total += 1
+        if found is None:
+            told[name] = "failed"
+            continue
+        peak, findings = found
+        off = peak / kept["bytes"] - 1 if kept["bytes"] else 0.0
+        right += not findings and abs(off) <= WITHIN
+        told[name] = "; ".join([f"{off:+.1%}: {peak / 2**20:.1f} MiB in the dry run", *findings[:3]])
+    context.notes.found(
+        Check(
+            target=f"layouts of up to {most} ranks: dry runs are clean, and their peak memory within {WITHIN:.0%}",
+            verdict="pass" if total and right == total else "fail", passed=right, total=max(total, 1),
+            measured=f"{right} of {total} layouts", notes=told,
+        )
+    )  # fmt: skip
 
 
 def _predicted(context: Context, part: str, kept: dict[str, Any], cluster: Cluster) -> None:

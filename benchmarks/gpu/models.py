@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from meshwright.ir.result import Scalar
 from meshwright.models import GPT, GPTConfig
+from meshwright.ops.experts import experts
 
 SEQUENCE = 2048
 
@@ -96,6 +97,38 @@ class LlamaLike(nn.Module):
         for block in self.blocks:
             x = block(x, self.cos[:length], self.sin[:length])
         return cast(Tensor, self.head(self.final_norm(x)))
+
+
+class _MixtureBlock(nn.Module):
+    """Each token goes to the two experts that a router prefers; an expert is a gated feed-forward layer."""
+
+    def __init__(self, width: int, inner: int, experts: int) -> None:
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(width), nn.Linear(width, experts, bias=False)
+        self.up = nn.Parameter(torch.randn(experts, 2 * inner, width) / width**0.5)
+        self.down = nn.Parameter(torch.randn(experts, width, inner) / inner**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.norm(x).flatten(0, 1)
+        weights, index = self.router(tokens).softmax(-1).topk(2)
+        return x + experts(tokens, index, weights, self.up, self.down, "silu").view(x.shape)
+
+
+class Mixture(nn.Module):
+    """Mixtures of experts over words: tokens [b, s] -> logits [b, s, vocabulary]. They need no other package than
+    PyTorch."""
+
+    def __init__(self, layers: int, width: int, inner: int, experts: int, vocabulary: int) -> None:
+        super().__init__()
+        self.token_embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(_MixtureBlock(width, inner, experts) for _ in range(layers))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.token_embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return cast(Tensor, self.head(x))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import meshwright as mw
 from benchmarks import peers
+from benchmarks.gpu import layouts
 from benchmarks.gpu.context import Context
 from benchmarks.gpu.models import WORKLOADS, Workload
 from benchmarks.gpu.speed import adamw, plain_step
 from benchmarks.report import judged
+from meshwright.comm.groups import from_rank_0
 from meshwright.ir.result import Check, Settings
 from meshwright.ir.summary import exposed_share, summarize
 from meshwright.models import language_model_loss
@@ -40,45 +42,26 @@ from meshwright.runtime.meeting_point import free_port
 from tests.distributed import oracle
 
 TIMED = ("ddp", "fsdp2", "tensor parallel", "pipelining")
-CHECK_S, COMPARE_S = 60.0, 80.0
-
-
-def layouts(ranks: int) -> dict[str, mw.Layout]:
-    """The layouts that are checked in float64, on this number of ranks."""
-    found = {
-        "dp": mw.Layout(dp=ranks),
-        "tp": mw.Layout(tp=2),
-        "tp, sequence parallel": mw.Layout(tp=2, sequence_parallel=True),
-        "pp": mw.Layout(pp=2, microbatches=4),
-        "dp, zero 3": mw.Layout(dp=ranks, zero=3),
-        "cp": mw.Layout(cp=2),
-        "zb-h1": mw.Layout(pp=2, microbatches=4, schedule="zb-h1"),
-    }
-    if ranks >= 4:
-        found |= {"dp x tp": mw.Layout(dp=2, tp=2), "tp x pp": mw.Layout(tp=2, pp=2, microbatches=4)}
-    return found
+CHECK_S, EACH_S, COMPARE_S = 30.0, 6.0, 80.0
+"""Limits: of the processes that check layouts, and of each layout; and of a comparison."""
+MEASURED = ", measured"
+"""The end of the name under which the memory of a layout is kept."""
 
 
 def run(context: Context) -> None:
     """Check parity, then time each layout beside its peer."""
     most = 2 if context.rehearse else min(8, num_cuda_devices())
     most = 1 << (most.bit_length() - 1)
+    context.keep(ranks=most)
     told: dict[str, Any] = {}
-    known = layouts(most)
-    for name, layout in known.items():
-        if context.left_s < 15:
-            told[name] = "not run: no time was left"
-            continue
-        why = start(context, layout.num_ranks, f"parity:{name}", min(CHECK_S, context.left_s - 5))
-        told[name] = why or context.kept(f"ranks-parity-{_plain(name)}").get("error", "no answer")
-    right = [name for name, text in told.items() if isinstance(text, float) and text <= oracle.TOLERANCE]
-    context.notes.found(
-        Check(
-            target=f"parity in float64 of layouts of up to {most} ranks with one process", passed=len(right),
-            verdict="pass" if len(right) == len(known) else "fail", total=len(known),
-            measured=f"{len(right)} of {len(known)} layouts", notes={name: str(text) for name, text in told.items()},
-        )
-    )  # fmt: skip
+    known = layouts.layouts(most)
+    for number, names in layouts.by_ranks(known).items():
+        told |= _checked(context, number, names)
+    context.notes.found(parity(told, most))
+    names = [name for name, text in told.items() if text != layouts.APART]
+    kept = {name: context.kept(f"ranks-parity-{known[name].layout.num_ranks}").get(f"{name}{MEASURED}")
+            for name in names}  # fmt: skip
+    context.notes.found(without_waits(kept, most))
     if context.left_s > 30:
         why = start(context, most, "timed:gathers", min(COMPARE_S, context.left_s - 5))
         if why:
@@ -90,8 +73,42 @@ def run(context: Context) -> None:
                 context.notes.failed(f"{most} GPUs, beside {name}", RuntimeError(why))
 
 
-def _plain(name: str) -> str:
-    return name.replace(" ", "-").replace(",", "")
+def parity(told: Mapping[str, Any], most: int) -> Check:
+    """The finding of errors, or of reasons, by the names of layouts of up to ``most`` ranks."""
+    judged_names = [name for name, text in told.items() if text != layouts.APART]
+    right = [name for name in judged_names if isinstance(told[name], float) and told[name] <= oracle.TOLERANCE]
+    return Check(
+        target=f"parity in float64 of layouts of up to {most} ranks with one process", passed=len(right),
+        verdict="pass" if len(right) == len(judged_names) else "fail", total=len(judged_names),
+        measured=f"{len(right)} of {len(judged_names)} layouts", notes={name: str(text) for name, text in told.items()},
+    )  # fmt: skip
+
+
+def without_waits(kept: Mapping[str, Any], most: int) -> Check:
+    """The finding of waits of the host. ``kept`` maps a layout of up to ``most`` ranks to what was measured of it, or
+    to None."""
+    told = {name: "not measured" if found is None else found["waits"] or "none" for name, found in kept.items()}
+    right = sum(text == "none" for text in told.values())
+    return Check(
+        target=f"the host waits for nothing in a step of layouts of up to {most} ranks", passed=right, total=len(told),
+        verdict="pass" if right == len(told) else "fail", measured=f"{right} of {len(told)} layouts", notes=told,
+    )  # fmt: skip
+
+
+def _checked(context: Context, ranks: int, names: Sequence[str]) -> dict[str, Any]:
+    """The error of each layout on this number of ranks, or why there is none. All layouts share processes until one of
+    them fails; the others go on in new processes."""
+    told: dict[str, Any] = {}
+    left = list(names)
+    while left and context.left_s >= 15:
+        limit_s = min(CHECK_S + EACH_S * len(left), context.left_s - 5)
+        why = start(context, ranks, f"parity:{';'.join(left)}", limit_s)
+        found = context.kept(f"ranks-parity-{ranks}")
+        told |= {name: found[name] for name in left if name in found}
+        left = [name for name in left if name not in told]
+        if left:
+            told[left.pop(0)] = why or "no answer"
+    return told | dict.fromkeys(left, "not run: no time was left")
 
 
 def start(context: Context, ranks: int, what: str, limit_s: float) -> str:
@@ -143,7 +160,7 @@ def main() -> int:
     rehearse = "--rehearse" in sys.argv
     device = launch.start("cpu" if rehearse else "cuda")
     rank = dist.get_rank()
-    notes = "ranks" if kind == "timed" else f"ranks-parity-{_plain(name)}"
+    notes = "ranks" if kind == "timed" else f"ranks-parity-{dist.get_world_size()}"
     name_of_notes = notes if rank == 0 else f"ranks-{rank}"
     context = Context(name_of_notes, scratch, seconds, rehearse=rehearse, device=device)
     if name == "gathers":
@@ -154,23 +171,14 @@ def main() -> int:
     return 0
 
 
-def _parity(context: Context, name: str) -> None:
-    layout = layouts(max(2, dist.get_world_size()))[name]
-    error = 0.0
-    for model in ("GPT", "MLP"):
-        if model == "MLP" and (layout.pp > 1 or layout.cp > 1):
-            continue
-        torch.manual_seed(7)
-        expected = oracle.reference(oracle.MODELS[model](True), oracle.OPTIMIZERS["AdamW"], oracle.MAX_GRAD_NORM)
-        torch.manual_seed(7)
-        found, trainer = oracle.in_parallel(
-            oracle.MODELS[model](True), layout, oracle.OPTIMIZERS["AdamW"], oracle.MAX_GRAD_NORM,
-            lambda *arguments, **others: mw.parallelize(*arguments, **others, device=context.device),
-        )  # fmt: skip
-        losses = oracle.error_of(torch.stack(found.losses).cpu(), torch.stack(expected.losses))
-        state = {key: value.cpu() for key, value in found.state.items()}
-        error = max(error, losses, oracle.largest_error(state, expected.state) if trainer.rank == 0 else 0.0)
-    context.keep(error=error)
+def _parity(context: Context, names: str) -> None:
+    """Note the error of each layout as soon as it is known. Then measure the memory of a larger model under each."""
+    known = layouts.layouts(dist.get_world_size())
+    for name in names.split(";"):
+        context.keep(**{name: layouts.error_of(context, known[name])})
+    for name in names.split(";"):
+        if from_rank_0(lambda: context.left_s > EACH_S) and context.kept(context.name).get(name) != layouts.APART:
+            context.keep(**{f"{name}{MEASURED}": layouts.measured(context, known[name])})
 
 
 def _timed(context: Context, name: str) -> None:

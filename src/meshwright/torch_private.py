@@ -68,16 +68,20 @@ __all__ = [
     "CHECKPOINT_GENERATORS", "FAKE_DEVICE",
     "BatchNorm", "DisableTorchDispatch", "DisableTorchFunction", "Dropout", "EnableTorchFunction", "FakeStore",
     "FakeTensor", "FakeTensorMode", "OpOverload", "TorchDispatchMode", "UnsupportedOperatorException", "Work",
-    "device_of_objects", "disable_current_modes", "dispatch_keys", "dump_flight_recorder", "enable_symmetric_memory",
-    "has_kernel", "inductor", "is_profiling", "keep_gpu_busy", "make_subclass", "pytree", "record_begin", "record_end",
-    "resolve_process_group", "scaled_mm", "sequence_number", "storage_info", "throw_on_data_pointer",
-    "unread_masks", "unscale_and_check", "update_scale", "warn_on_data_pointer",
+    "define_symmetric_memory", "device_of_objects", "disable_current_modes", "dispatch_keys", "dump_flight_recorder",
+    "enable_symmetric_memory", "has_kernel", "inductor", "is_profiling", "keep_gpu_busy", "make_subclass", "pytree",
+    "record_begin", "record_end", "resolve_process_group", "scaled_mm", "sequence_number", "storage_info",
+    "throw_on_data_pointer", "unread_masks", "unscale_and_check", "update_scale", "warn_on_data_pointer",
 ]  # fmt: skip
 
 
 def device_of_objects(group: torch.distributed.ProcessGroup) -> torch.device:
     """The device on which a group carries objects: the CPU if the group has a backend for it."""
     return torch.device(_device_of_objects(group))
+
+
+def define_symmetric_memory() -> None:
+    """Define the operators of ``torch.ops.symm_mem``."""
 
 
 def enable_symmetric_memory(group_name: Any) -> None:

@@ -121,6 +121,7 @@ def gpt(
     ragged: bool,
     *,
     layers: int = 2,
+    heads: int = 2,
     tied: bool = True,
     dropout: float = 0.0,
     vocabulary: int = 128,
@@ -130,7 +131,7 @@ def gpt(
     config = GPTConfig(
         layers=layers,
         width=16,
-        heads=2,
+        heads=heads,
         vocabulary=vocabulary,
         sequence_length=SEQUENCE,
         dropout=dropout,

@@ -56,6 +56,8 @@ class WithDropout(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = nn.functional.dropout(self.first(inputs).relu(), 0.3)
+        heads = hidden.unflatten(-1, (2, 2, 4)).transpose(-3, -2)
+        hidden = nn.functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.3).flatten(1)
         result: Tensor = self.last(hidden + 0.1 * torch.rand_like(hidden))
         return result
 

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import meshwright as mw
+from meshwright.cost import experts as cost
 from meshwright.cost.scratch import scratch_bytes
 from meshwright.errors import PlanError
-from meshwright.ir.kernel import ExpertSizes, Kernel
+from meshwright.ir.kernel import COPIED_BYTES, ExpertSizes, Kernel
 from meshwright.ir.operator_algorithm import GATHER
 from meshwright.ir.plan import starred
 from meshwright.lower.plans import PlanLowering
@@ -106,18 +107,23 @@ def test_a_token_that_is_not_a_number_stays_in_its_row() -> None:
 @settings(max_examples=30, deadline=None)
 @given(
     st.integers(1, 60), st.integers(1, 6), st.integers(1, 4), st.sampled_from([32, 48, 96]),
-    st.sampled_from([64, 96, 160]), st.sampled_from([1, 2]), st.booleans(),
+    st.sampled_from([64, 96, 160]), st.sampled_from([1, 2]), st.booleans(), st.sampled_from([2**17, COPIED_BYTES]),
 )  # fmt: skip
 def test_memory_of_groups_is_counted(
-    tens: int, number: int, slots: int, width: int, inner: int, halves: int, grouped: bool
+    tens: int, number: int, slots: int, width: int, inner: int, halves: int, grouped: bool, copied_bytes: int
 ) -> None:
-    """The bytes of all tensors while experts run, beyond their results: those of groups and of copied matrices."""
+    """The bytes of all tensors while experts run, beyond their results: those of groups and of copied matrices, of
+    which ``copied_bytes`` are there at a time."""
     tokens, slots = 10 * tens, min(slots, number)
     dtype = torch.bfloat16 if grouped else torch.float32
     values, grad = torch.zeros(2, tokens, width, dtype=dtype)
     weights, index = torch.zeros(tokens, slots, dtype=dtype), torch.zeros(tokens, slots, dtype=torch.int64)
     up, down = torch.zeros(number, halves * inner, width, dtype=dtype), torch.zeros(number, width, inner, dtype=dtype)
-    with patch.object(grouped_experts, "has_grouped_product", lambda *_: grouped):
+    with (
+        patch.object(grouped_experts, "has_grouped_product", lambda *_: grouped),
+        patch.object(grouped_experts, "COPIED_BYTES", copied_bytes),
+        patch.object(cost, "COPIED_BYTES", copied_bytes),
+    ):
         for backward in (False, True):
             counted, given_to = CountingBytes(), (values, index, weights, up, down)
             for each in (grad, *given_to):

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import meshwright as mw
+from meshwright.capture import opaque_capture
+from meshwright.errors import PlanError
 from meshwright.ir.layout_text import layout_text
-from tests.distributed import opaque_models
+from tests.distributed import opaque_models, oracle
+from tests.distributed.lockstep import run_step
 from tests.distributed.opaque_models import PARTS, ROW_WISE, batch, loss_fn, made
 from tests.distributed.pool import Ranks
 
@@ -109,6 +113,22 @@ def test_backward_draws_the_numbers_of_forward(ranks: Ranks, layout: mw.Layout, 
         assert found["losses"][0] == pytest.approx(found["product"], rel=1e-4)
         assert found["losses"][0] != pytest.approx(found["evaluated"], rel=1e-3), "dropout is on in training"
         assert found["kept"], "the region does not move the caller's generator"
+
+
+def test_a_plan_that_splits_a_backward_that_draws_unlike_its_forward_is_refused() -> None:
+    torch.manual_seed(3)
+    model = Summed(mw.opaque(opaque_models.Dropped(), batch_dim=0))
+    captured = opaque_capture.capture(model, summed, batch())
+    plan = oracle.plan_of(captured.graph, mw.Layout(dp=2), 2)
+    (backward,) = (name for name in plan.stage.strategies if "backward" in name and "opaque" in name)
+    stage = msgspec.structs.replace(plan.stage, strategies={**plan.stage.strategies, backward: {}})
+    values = {**{name: value.detach() for name, value in model.named_parameters()}, **batch()}
+    with pytest.raises(PlanError) as caught:
+        run_step(captured, msgspec.structs.replace(plan, stages=(stage,)), values)
+    assert str(caught.value) == (
+        "part:opaque_backward#0: it draws the numbers of its forward, which is split over {'dp': 'b'}, but it is split "
+        "over nothing\n  -> split an operator that draws by parts and its gradient alike"
+    )
 
 
 def test_a_region_on_the_whole_batch_draws_the_same_under_every_layout(ranks: Ranks) -> None:

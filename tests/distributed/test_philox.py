@@ -168,7 +168,7 @@ def test_numbers_in_half_precision_stay_below_one(dtype: torch.dtype) -> None:
 
 
 class Dropped(nn.Module):
-    """Dropout of features, of heads and of flattened tokens, and noise."""
+    """Dropout of features, of heads, of flattened tokens and inside of attention (causal and not), and noise."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,9 +176,12 @@ class Dropped(nn.Module):
         self.dropout = nn.Dropout(0.4)
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            hidden = self.dropout(layer(x)).unflatten(-1, (2, 4)).transpose(1, 2)
-            hidden = F.scaled_dot_product_attention(hidden, hidden, self.dropout(hidden.tanh()))
+        for number, layer in enumerate(self.layers):
+            hidden = self.dropout(layer(x)).unflatten(-1, (4, 2)).transpose(1, 2)
+            key, value = hidden[:, :2], self.dropout(hidden[:, 2:].tanh())
+            hidden = F.scaled_dot_product_attention(
+                hidden, key, value, dropout_p=0.3, is_causal=number == 0, enable_gqa=True
+            )
             x = x + hidden.transpose(1, 2).flatten(2)
             x = self.dropout(x.flatten(0, 1)).view(x.shape) + 0.1 * torch.randn_like(x)
         return x
@@ -190,13 +193,16 @@ def squares(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 LAYOUTS = [
     mw.Layout(dp=2, microbatches=2), mw.Layout(tp=2, recompute="full"), mw.Layout(cp=2),
-    mw.Layout(pp=2, microbatches=4),
+    mw.Layout(pp=2, microbatches=4), mw.Layout(cp=2, context="ring"),
+    mw.Layout(cp=2, context="ring", microbatches=2, recompute="full"), mw.Layout(tp=2, pin={"*": "s1@tp"}),
+    mw.Layout(tp=2, pin={"*": "h@tp"}), mw.Layout(tp=2, pin={"*": "h1@tp"}),
 ]  # fmt: skip
+"""Rings are balanced where attention is causal."""
 
 
 def subject(size: int) -> oracle.Subject:
     torch.manual_seed(3)
-    batches = [{name: torch.randn(size, 6, 8, dtype=torch.float64) for name in ("inputs", "target")} for _ in range(2)]
+    batches = [{name: torch.randn(size, 8, 8, dtype=torch.float64) for name in ("inputs", "target")} for _ in range(2)]
     return oracle.Subject(Dropped().double(), squares, batches)
 
 

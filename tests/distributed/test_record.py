@@ -13,9 +13,15 @@ import torch
 
 import meshwright as mw
 from meshwright.comm.clock import Offset, clock_offsets
-from meshwright.comm.record import COMPUTE, SpanRecorder
-from meshwright.ir.summary import summarize
-from meshwright.ir.trace import Trace
+from meshwright.comm.member import member
+from meshwright.comm.record import COMPUTE, CollectiveTimes, SpanRecorder, blocking, recording
+from meshwright.comm.started import attach, wait
+from meshwright.comm.transport.base import UnderWay
+from meshwright.ir.summary import exposed_share, summarize
+from meshwright.ir.trace import COPY, Trace
+from meshwright.runtime import device
+from meshwright.runtime.device import CpuKind, InputCopies
+from tests import streams
 from tests.distributed import oracle
 from tests.distributed.pool import Ranks
 
@@ -148,6 +154,9 @@ class Behind:
     def mark(self) -> float:
         return self.now_s
 
+    def mark_end(self, lane: str, operations: Sequence[Any]) -> float:
+        return sum(operations)
+
     def times_s(self, marks: Sequence[Any]) -> list[float]:
         return [100.0 + 2.0 * mark for mark in marks]
 
@@ -163,7 +172,7 @@ def test_spans_of_a_device_have_its_times(monkeypatch: pytest.MonkeyPatch) -> No
     recorder.span(COMPUTE, "forward", 0.0, 1.0)
     recorder.span(COMPUTE, "backward", 1.0, 3.0)
     recorder.sample()
-    recorder.collective("all_reduce", "group", (2.0, 2.5, 3.5, 4.0), 8)
+    recorder.collective("all_reduce", "group", CollectiveTimes(2.0, 4.0, ((2.0, 2.5), (3.5, 4.0))), 8)
     found = {(span.stream, span.what): (span.start_s, span.end_s) for span in recorder.trace(0).spans[:3]}
     assert found == {
         (COMPUTE, "forward"): (100.0, 102.0), (COMPUTE, "backward"): (102.0, 106.0),
@@ -180,3 +189,121 @@ def test_waits_for_data_are_those_of_the_host(monkeypatch: pytest.MonkeyPatch) -
     recorder.clear()
     (span,) = recorder.trace(0).spans
     assert (span.start_s, span.end_s) == (1.0, 2.0)
+
+
+def test_messages_have_the_name_of_the_span_that_is_recorded_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two messages start at 1 and 2, and end at 9 and 7."""
+    clock = Behind()
+    monkeypatch.setattr("meshwright.comm.record.time", clock)
+    recorder = SpanRecorder(timeline=clock)
+    recorder.clear()
+    for begin, end in ((1.0, 9.0), (2.0, 7.0)):
+        clock.now_s = begin
+        recorder.message(f"peer {begin}", end)  # type: ignore[arg-type]
+    recorder.span("communication", "0SEND_F1", 1.0, 2.0)
+    clock.now_s = 3.0
+    recorder.message("peer", 5.0)  # type: ignore[arg-type]
+    recorder.span("wait", "0RECV_B1", 2.0, 3.0)
+    recorder.span("communication", "0SEND_F2", 3.0, 3.0)
+    assert [(span.stream, span.what, span.start_s, span.end_s) for span in recorder.trace(0).spans] == [
+        ("communication", "0SEND_F1", 102.0, 118.0), ("communication", "0RECV_B1", 106.0, 110.0),
+        ("wait", "0RECV_B1", 104.0, 106.0), ("communication", "0SEND_F2", 106.0, 106.0),
+    ]  # fmt: skip
+
+
+def spans_of(trace: Trace, stream: str) -> list[tuple[str, float, float]]:
+    return [(span.what, span.start_s, span.end_s) for span in trace.spans if span.stream == stream]
+
+
+def collectives_on_a_stream() -> tuple[Trace, float]:
+    """The trace of kernels and collectives on a device's streams, and when the kernels end.
+
+    host            launches all at 0
+    kernels         | 1 | a starts | 2 3 4 5 6 | wait a: none | wait c . . . . . . | 12 | d, which blocks, 13 14
+    communication       | a, 2 s |             | b, 4 s      | c, 1 s |
+    """
+    there = streams.Device()
+    group: Any = torch.distributed.group.WORLD
+    with there.there():
+        recorder = SpanRecorder({group.group_name: "dp"}, timeline=device._CudaTimeline(CPU))
+
+        def start(seconds: float) -> torch.Tensor:
+            work = UnderWay(None, works=(there.collective(seconds),))
+            return attach(torch.zeros(2), work, "all_gather", "", 8, group, member(group), there.host_s)
+
+        with recording(recorder):
+            recorder.clear()
+            there.work(1.0)
+            first = start(2.0)
+            there.work(5.0)
+            recorder.span(COMPUTE, "forward", 0.0, 0.0)
+            wait(first)
+            both = [start(4.0), start(1.0)]
+            wait(both[1])
+            wait(both[0])
+            there.work(1.0)
+            with blocking("broadcast", group.group_name, 8):
+                there.work(2.0)
+        assert there.host_s == 0.0, "the host waits for nothing before the trace is read"
+        return recorder.trace(0), there.kernels.now_s
+
+
+def test_collectives_have_the_times_of_their_own_stream(ranks: Ranks) -> None:
+    ((trace, end_s),) = ranks(1, collectives_on_a_stream)
+    assert end_s == 14.0, "marks delay no kernel"
+    assert spans_of(trace, "communication") == [
+        ("all_gather dp", 1.0, 3.0), ("all_gather dp", 10.0, 11.0), ("all_gather dp", 6.0, 10.0),
+        ("broadcast dp", 12.0, 14.0),
+    ]  # fmt: skip
+    assert spans_of(trace, "wait") == [
+        ("all_gather dp", 6.0, 6.0), ("all_gather dp", 6.0, 11.0), ("all_gather dp", 11.0, 11.0),
+        ("broadcast dp", 12.0, 14.0),
+    ]  # fmt: skip
+    (times,) = summarize(trace)
+    assert times.hidden_s == 2.0, "it ended before anybody waited for it"
+    assert exposed_share([times]) == pytest.approx(7 / 14)
+
+
+class Late(CpuKind):
+    """A CPU whose copies take 3 seconds on a stream of their own, from memory that counts as pinned."""
+
+    def __init__(self, there: streams.Device) -> None:
+        super().__init__()
+        self.there = there
+
+    def copies(self) -> Any:
+        copies = device._CudaCopies(CPU)
+        copies.lend = lambda value: None  # type: ignore[method-assign]
+        return copies
+
+    def pinned(self, like: torch.Tensor) -> Any:
+        return self
+
+    def copy_(self, value: torch.Tensor) -> Any:
+        self.nbytes = value.nbytes
+        return self
+
+    def to(self, *_: Any, **__: Any) -> torch.Tensor:
+        self.there.work(3.0)
+        return torch.zeros(2)
+
+
+def test_copies_of_inputs_have_the_times_of_their_stream_and_do_not_lengthen_the_step() -> None:
+    """The device runs the step before until 10. The batch of this step arrives at 3, and a second tensor at 6."""
+    there = streams.Device()
+    there.work(10.0)
+    with there.there():
+        recorder = SpanRecorder(timeline=device._CudaTimeline(CPU))
+        copies = InputCopies(Late(there))
+        with recording(recorder):
+            recorder.clear()
+            copies(torch.zeros(2))
+            copies(torch.zeros(4))
+            there.work(2.0)
+            recorder.span(COMPUTE, "forward", 0.0, 0.0)
+        trace = recorder.trace(0)
+    assert spans_of(trace, COPY) == [("inputs", 0.0, 3.0), ("inputs", 3.0, 6.0)]
+    assert [span.bytes for span in trace.spans if span.stream == COPY] == [8, 16]
+    assert there.kernels.now_s == 12.0, "they were there before the kernels that read them"
+    (times,) = summarize(trace)
+    assert times.step_s <= 2.0

@@ -13,6 +13,7 @@ import torch
 
 import meshwright as mw
 from meshwright import api, cli
+from meshwright.api import machine
 from meshwright.api.machine import check_size, known_cluster
 from meshwright.api.measured_gpus import HOST_SPREAD, LEAST_SPREAD, gpu_cluster, gpu_name
 from meshwright.api.plans import choose
@@ -546,7 +547,14 @@ def test_a_gpu_that_the_catalog_lacks_has_its_best_rates_as_peaks() -> None:
     assert (cluster.num_devices, cluster.device.memory_bytes) == (1, 2**34)
 
 
-def test_there_is_no_gpu_to_calibrate() -> None:
-    with pytest.raises(LaunchError, match="there is no device 'cuda' here") as error:
-        api.calibrate(device="cuda")
-    assert error.value.remedy == "use cpu"
+def test_there_is_no_gpu_to_calibrate(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = devices.CudaSupport((12, 8), (11, 4))
+    monkeypatch.setattr(machine, "cuda_support", lambda: old)
+    for device in ("cuda", ""):
+        with pytest.raises(LaunchError, match=r"the NVIDIA driver supports CUDA 11\.4") as error:
+            api.calibrate(device=device)
+        assert error.value.where == "device"
+        assert error.value.remedy.startswith("update the driver, or install a build of PyTorch for CUDA 11; or ")
+    with pytest.raises(LaunchError) as error:
+        api.calibrate(device="tpu")
+    assert str(error.value) == "device: there is no device 'tpu' here\n  -> use cpu"

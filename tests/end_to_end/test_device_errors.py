@@ -11,7 +11,16 @@ import torch
 
 import meshwright as mw
 from meshwright.api import gpus
-from meshwright.errors import ClusterError, DeviceError, DeviceMemoryError, FailedRankError, LaunchError
+from meshwright.cli import run
+from meshwright.errors import (
+    ClusterError,
+    DeviceError,
+    DeviceMemoryError,
+    FailedRankError,
+    LaunchError,
+    LostRankError,
+    MeshwrightError,
+)
 from meshwright.models import MLP, classification_loss
 from meshwright.runtime.device import CpuKind, Processor, Properties
 from meshwright.runtime.device_errors import holders
@@ -22,6 +31,7 @@ FULL = (
     "CUDA out of memory. Tried to allocate 3.00 KiB. GPU 0 has a total capacity of 79.15 GiB of which 1.00 KiB is "
     "free. Process 7 has 79.15 GiB memory in use."
 )
+NCCL = "NCCL error in: ProcessGroupNCCL.cpp:3632, {}, NCCL version 2.27.5\n{}"
 SIZES = (6, 64, 64, 4)
 
 
@@ -81,8 +91,35 @@ def test_without_a_change_that_is_enough_the_error_says_so(monkeypatch: pytest.M
 
 
 def test_parameters_that_do_not_fit_are_told_before_the_first_step() -> None:
-    with pytest.raises(DeviceMemoryError, match="the parameters do not fit"), gpus.making_trainer(torch.device("cpu")):
+    with pytest.raises(DeviceMemoryError) as caught, gpus.making_trainer(torch.device("cpu")):
         raise torch.OutOfMemoryError(FULL)
+    assert caught.value.where == "cpu, before the first step"
+    assert caught.value.problem.startswith("the parameters do not fit (CUDA out of memory.")
+    assert "zero=3" in caught.value.remedy
+
+
+def test_what_nccl_and_cuda_say_before_the_first_step_is_told() -> None:
+    last = "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error."
+    for text, kind, problem in (
+        (NCCL.format("unhandled system error", last), LostRankError, "NCCL lost another rank or the network"),
+        ("CUDA error: no kernel image is available", DeviceError, "the device failed (no kernel image is available)"),
+    ):
+        with pytest.raises(kind) as caught, gpus.making_trainer(torch.device("cuda", 1)):
+            raise RuntimeError(text)
+        assert caught.value.where == "cuda:1, before the first step"
+        assert caught.value.problem.startswith(problem)
+    with pytest.raises(RuntimeError, match="of shape"), gpus.making_trainer(torch.device("cpu")):
+        raise RuntimeError("of shape")
+
+
+def test_the_command_line_names_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert run(["calibrate", "--device", "cuda"]) == 2
+    told = capsys.readouterr().err
+    assert "device: there is no device 'cuda' here: " in told
+    assert "-> " in told
+    assert "Traceback" not in told
 
 
 @pytest.mark.parametrize(
@@ -111,6 +148,78 @@ def test_a_gpu_that_fails_in_a_run_is_told(
     assert caught.value.where == "rank 0, cpu, step 2"
     assert caught.value.problem == problem
     assert remedy in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "problem", "remedy"),
+    [
+        (
+            NCCL.format(
+                "unhandled cuda error (run with NCCL_DEBUG=INFO for details)",
+                "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+                "Cuda failure 999 'unknown error'",
+            ),
+            DeviceError,
+            "the device failed (ncclUnhandledCudaError: Cuda failure 999 'unknown error')",
+            "leave it out with CUDA_VISIBLE_DEVICES",
+        ),
+        (
+            NCCL.format(
+                "remote process exited or there was a network error",
+                "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting "
+                "prematurely.\nLast error:\nsocketProgress: Connection closed by gpu2",
+            ),
+            LostRankError,
+            "NCCL lost another rank or the network (ncclRemoteError: socketProgress: Connection closed by gpu2)",
+            "look for its own error",
+        ),
+        (
+            NCCL.format("invalid usage", "ncclInvalidUsage: This usually reflects invalid usage of NCCL library."),
+            DeviceError,
+            "NCCL failed (ncclInvalidUsage)",
+            "NCCL_DEBUG=INFO",
+        ),
+    ],
+    ids=["GPU", "rank", "usage"],
+)  # fmt: skip
+def test_a_collective_that_nccl_does_not_start_is_told(
+    monkeypatch: pytest.MonkeyPatch, text: str, kind: type[MeshwrightError], problem: str, remedy: str
+) -> None:
+    training = trainer()
+    fails(monkeypatch, torch.distributed.DistBackendError(text))
+    with pytest.raises(kind) as caught:
+        training.step(batch())
+    assert (caught.value.where, caught.value.problem) == ("rank 0, cpu, step 2", problem)
+    assert remedy in caught.value.remedy
+
+
+def test_a_gpu_without_room_for_buffers_of_nccl_names_what_holds_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = trainer()
+    training._kind = Full()
+    last = "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
+    fails(monkeypatch, torch.distributed.DistBackendError(NCCL.format("unhandled cuda error", last)))
+    with pytest.raises(DeviceMemoryError) as caught:
+        training.step(batch())
+    assert caught.value.where == "rank 0, cpu, step 2"
+    assert caught.value.problem.startswith("its memory is full, and has no room for buffers of NCCL: ")
+    assert "optimizer state" in caught.value.problem
+    assert "saves" in caught.value.remedy
+
+
+def test_a_gpu_that_the_watchdog_finds_lost_is_read_from_the_log(tmp_path: Path) -> None:
+    """The watchdog ends the process, so that the rank writes no error of its own."""
+    ranks = tmp_path / "ranks"
+    ranks.mkdir()
+    (ranks / "3.status").write_text("at step 7")
+    (ranks / "3.log").write_text(
+        "[rank3]:[E1126 ProcessGroupNCCL.cpp:2057] [PG ID 0 PG GUID 0(default_pg) Rank 3] Process group watchdog "
+        "thread terminated with exception: CUDA error: unspecified launch failure\nCompile with `TORCH_USE_CUDA_DSA`\n"
+    )
+    error = first_failure(tmp_path, 4, 3, -6)
+    assert isinstance(error, FailedRankError)
+    assert error.problem == "rank 3 lost its GPU at step 7: unspecified launch failure"
+    assert "goes on from the last checkpoint" in error.remedy
+    assert "Xid" in error.remedy
 
 
 def test_other_errors_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

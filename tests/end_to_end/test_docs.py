@@ -92,7 +92,7 @@ def run_python(page: str, directory: Path) -> None:
     """Run the Python blocks of a page, one after the other in one namespace; they must print what the page says."""
     found = [block for block in blocks(ROOT / page) if block.language == "python"]
     names: dict[str, Any] = {"__name__": "__main__"}
-    torch.manual_seed(0)
+    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)  # programs begin with unlike seeds on ranks
     with contextlib.chdir(directory):
         for block in found:
             stream = io.StringIO()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -14,18 +15,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import meshwright as mw
+from meshwright.api.dry_runs import dry_run_captured
+from meshwright.capture.builder import Capture, capture
 from meshwright.cli import run
-from meshwright.comm import device_channel
+from meshwright.comm import device_channel, symmetric_memory
+from meshwright.comm.record import current
+from meshwright.cost.program import stage_held
 from meshwright.errors import ClusterError, LaunchError, LayoutError
 from meshwright.ir import files
 from meshwright.ir.dry_run import DryRun
+from meshwright.lower.plans import PlanLowering
 from meshwright.models import MLP, classification_loss
-from meshwright.runtime import trainer
+from meshwright.runtime import dry_run, trainer
 from meshwright.runtime.clip import clip
 from meshwright.runtime.executor import Executor
+from meshwright.runtime.rehearsal import Rehearsal
 from meshwright.runtime.rehearsed_kind import _Copies
+from meshwright.runtime.rehearsed_work import Mark
+from meshwright.schedules.rendezvous import Awaited, Started
 from meshwright.torch_private import FakeStore
-from tests.distributed import hugging_face, oracle, pipelines
+from tests.distributed import hugging_face, oracle, pipelines, test_pieces
 from tests.end_to_end import dry_run_cases
 
 PIPELINES = {
@@ -234,6 +243,125 @@ def test_the_memory_of_a_ring_with_a_mask_is_predicted(precision: Any) -> None:
     )  # fmt: skip
     assert report.findings == ()
     assert all(map(dry_run_cases.as_predicted, report.ranks)), report.ranks
+
+
+@cache
+def blocks(precision: Any) -> tuple[nn.Module, dict[str, Tensor], Capture]:
+    """Two feed-forward blocks, and their captured step."""
+    model, batch = test_pieces.Blocks(32, 64), {"tokens": torch.zeros(8, 64, dtype=torch.int64)}
+    return model, batch, capture(model, test_pieces.loss_fn, batch, precision=precision)
+
+
+def in_pieces(layout: mw.Layout, precision: Any, cluster: str = "h100-dgx", **options: Any) -> tuple[DryRun, mw.Plan]:
+    """A dry run of the blocks, all of whose products run in pieces where their rows are divided."""
+    model, batch, captured = blocks(precision)
+    plain = mw.plan(captured.graph, cluster, devices=layout.num_ranks, layout=layout)
+    plan = test_pieces.divided(msgspec.structs.replace(plain, graphs=False), captured.graph, plain.mesh.size("tp"))
+    options = {"optimizer": oracle.OPTIMIZERS["SGD"], **options}
+    return dry_run_captured(captured, model, test_pieces.loss_fn, batch, plan, cluster, **options), plan
+
+
+SHARED = {
+    "tp2": mw.Layout(tp=2, sequence_parallel=True),
+    "dp2 x tp2, zero 3": mw.Layout(dp=2, tp=2, zero=3, sequence_parallel=True),
+    "tp2 x pp2": mw.Layout(tp=2, pp=2, microbatches=2, sequence_parallel=True),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_products_in_shared_memory_are_clean_and_their_memory_is_predicted(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout, precision = SHARED[name], "bfloat16" if name == "tp2" else None
+    monkeypatch.setattr(Marked, "made", [])
+    monkeypatch.setattr(dry_run, "Rehearsal", Marked)
+    report, plan = in_pieces(layout, precision)
+    assert (report.findings, report.matched) == ((), True)
+    assert all(map(dry_run_cases.as_predicted, report.ranks)), report.ranks
+    programs = PlanLowering(blocks(precision)[2].graph, box=8)(plan)
+    kept = [stage_held(programs, plan, stage, mw.Cluster.load("h100-dgx")) for stage in range(layout.pp)]
+    for rank in Marked.made:
+        entries = [entry for entry in rank.stream["step 2"] if isinstance(entry, Started)]
+        kinds = Counter(entry.kind for entry in entries if entry.communicator.endswith("shared memory"))
+        assert min(kinds["fused_all_gather_matmul"], kinds["fused_matmul_reduce_scatter"]) >= 2 // layout.pp
+        assert not any(len(entry.messages) > 1 for entry in entries), "no ring of shifts"
+        stage = plan.mesh.coordinates(rank.rank).get("pp", 0)
+        assert sum(rank.memory.shared.values()) == kept[stage].shared_bytes > 0
+
+
+def test_between_boxes_rows_travel_as_messages() -> None:
+    report, _ = in_pieces(mw.Layout(tp=16, sequence_parallel=True), None, "h100-dgx-ndr400x2", ranks=(0,))
+    assert report.findings == ()
+    assert all(each.messages for each in report.ranks)
+
+
+def test_a_rank_that_leaves_out_a_product_in_shared_memory_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply = symmetric_memory.multiply_scatter
+
+    def alone(left: Tensor, right: Tensor, group: Any) -> Tensor:
+        if dist.get_rank() == 1:
+            return left.new_empty(left.shape[0] // group.size(), right.shape[1])
+        return multiply(left, right, group)
+
+    monkeypatch.setattr(symmetric_memory, "multiply_scatter", alone)
+    report, _ = in_pieces(SHARED["tp2"], None)
+    assert {finding.kind for finding in report.findings} == {"unmatched"}
+    assert "fused_matmul_reduce_scatter in step 1" in report.findings[0].what
+
+
+class Marked(Rehearsal):
+    """Keeps the ranks of a dry run."""
+
+    made: ClassVar[list[Marked]] = []
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.made.append(self)
+
+
+@pytest.mark.parametrize(
+    "layout", [mw.Layout(dp=2, tp=2, zero=3), mw.Layout(pp=2, microbatches=4)], ids=["collectives", "messages"]
+)
+def test_a_trace_marks_every_operation_on_its_own_stream_and_every_copy(
+    layout: mw.Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of an operation is marked as soon as it has started, on a stream that waits for it; kernels do not."""
+    monkeypatch.setattr(Marked, "made", [])
+    monkeypatch.setattr(dry_run, "Rehearsal", Marked)
+    assert dry_mlp(layout).findings == ()
+    for rank in Marked.made:
+        entries = rank.stream["step 2"]
+        started = [entry for entry in entries if isinstance(entry, Started)]
+        sent = {each.number for each in started if any(message.sends for message in each.messages)}
+        waited = {entry.number for entry in entries if isinstance(entry, Awaited)}
+        assert waited == {each.number for each in started} - sent, "a mark's stream is not that of the kernels"
+        ends = {number: mark for mark in rank.marks for number in mark.ended}
+        own = [each for each in started if each.kind not in ("allreduce", "broadcast")]  # these block the kernels
+        assert own
+        for each in own:
+            mark = ends[each.number]
+            assert mark.begun == each.number + 1, "nothing was started in between"
+            assert mark.stream.startswith("ends of ")
+            assert Mark("kernels", mark.begun) in rank.marks, "where it may begin"
+        lanes: dict[str, list[int]] = {mark.stream: [] for mark in ends.values()}
+        for mark in rank.marks:
+            if mark.ended:
+                lanes[mark.stream] += mark.ended
+        assert all(numbers == sorted(numbers) for numbers in lanes.values()), "in the order in which they run"
+        copies = [mark for mark in rank.marks if mark.stream == "copies"]
+        assert len(copies) == 2 * len(a_batch()), "the begin and the end of each copy of an input"
+
+
+def test_a_host_that_reads_a_trace_within_a_step_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reading(parameters: Any, max_norm: float) -> Tensor:
+        recorder = current()
+        assert recorder is not None
+        recorder.trace(0)
+        return clip(parameters, max_norm)
+
+    monkeypatch.setattr(trainer, "clip", reading)
+    report = dry_mlp(mw.Layout(dp=2), max_grad_norm=1.0)
+    assert {finding.what for finding in report.findings} == {"the host reads the times of a trace"}
 
 
 # --- planted faults --------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 import copy
 import itertools
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,18 @@ import meshwright as mw
 from meshwright import api
 from meshwright.api.machine import known_cluster
 from meshwright.api.measured_gpus import gpu_cluster
+from meshwright.comm.backend import all_reduce_start
+from meshwright.comm.record import SpanRecorder, recording
+from meshwright.comm.started import wait
 from meshwright.errors import NonFiniteLossError
 from meshwright.ir.kernel import Product
+from meshwright.ir.trace import COPY
 from meshwright.models import GPT, GPTConfig, LeNet, ResNet, classification_loss, language_model_loss
 from meshwright.runtime import calibrate_gpus
 from meshwright.runtime.calibrate_gpus import Effort
+from meshwright.runtime.device import CudaKind
+from meshwright.torch_private import keep_gpu_busy
+from tests.gpu.test_operators import no_waits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -127,7 +136,42 @@ def test_spans_are_timed_by_the_device() -> None:
     )
     for _ in range(3):
         trainer.step(batch)
-    spans = [span for span in trainer.trace().spans if span.stream == "compute"]
+    trace = trainer.trace()
+    spans = [span for span in trace.spans if span.stream == "compute"]
     assert spans
-    assert all(span.start_s <= span.end_s for span in spans)
     assert all(early.end_s <= late.start_s + 1e-6 for early, late in itertools.pairwise(spans))
+    copies = [span for span in trace.spans if span.stream == COPY]
+    assert [span.bytes for span in copies] == [value.nbytes for value in batch.values()]
+    assert all(early.end_s <= late.start_s + 1e-6 for early, late in itertools.pairwise(copies))
+
+
+@pytest.fixture
+def group() -> Iterator[Any]:
+    """A group of one rank, whose collectives run on a stream of NCCL."""
+    if not torch.distributed.is_nccl_available():
+        pytest.skip("PyTorch has no NCCL")
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
+    yield torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
+
+
+def test_a_collective_that_ends_before_its_wait_is_drawn_until_its_end(group: Any) -> None:
+    """Kernels of about 0.1 s run between its start and its wait. Marks neither delay them nor let the host wait."""
+    device = torch.device("cuda:0")
+    timeline = CudaKind(device).timeline()
+    recorder, value = SpanRecorder({group.group_name: "dp"}, timeline=timeline), torch.ones(2**20, device=device)
+    wait(all_reduce_start(value, "sum", group.group_name, "native"))  # NCCL makes its communicator
+    torch.cuda.synchronize()
+    with recording(recorder):
+        recorder.clear()
+        with no_waits():
+            started = all_reduce_start(value, "sum", group.group_name, "native")
+            keep_gpu_busy(150_000_000)
+            begun = time.perf_counter()
+            wait(started)
+            recorder.span("compute", "after", begun, time.perf_counter())
+    spans = {span.stream: span for span in recorder.trace(0).spans}
+    collective, waited = spans["communication"], spans["wait"]
+    assert collective.end_s < waited.start_s - 0.02
+    assert waited.duration_s < 0.01

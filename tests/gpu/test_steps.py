@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import meshwright as mw
+from benchmarks.gpu.models import Mixture
 from meshwright.models import GPT, GPTConfig, language_model_loss
 from tests.gpu.test_operators import no_waits
 
@@ -47,6 +48,26 @@ def test_the_host_waits_for_nothing_within_a_step(precision: Any, graphs: bool) 
     with no_waits():
         losses = [trainer.step(batch) for _ in range(3)]
     assert bool(torch.stack(losses).isfinite().all())
+
+
+@pytest.mark.parametrize("precision", [None, "bfloat16"])
+def test_the_host_waits_neither_for_experts_nor_for_random_numbers(precision: Any) -> None:
+    """Of the numbers of tokens of experts, and of dropout masks, only the device knows."""
+    _, batch = a_model()
+    parts: list[nn.Module] = [
+        Mixture(layers=2, width=64, inner=64, experts=4, vocabulary=64),
+        GPT(GPTConfig(layers=2, width=64, heads=4, vocabulary=64, sequence_length=16, dropout=0.1)),
+    ]
+    for model in parts:
+        trainer = mw.parallelize(
+            model, language_model_loss, batch, plan=mw.Layout(microbatches=2, recompute="full"), device=DEVICE,
+            precision=precision, optimizer=adamw, max_grad_norm=1.0,
+        )  # fmt: skip
+        for _ in range(3):
+            trainer.step(batch)
+        with no_waits():
+            losses = [trainer.step(batch) for _ in range(3)]
+        assert bool(torch.stack(losses).isfinite().all())
 
 
 def test_float16_trains_as_torch_amp_does() -> None:

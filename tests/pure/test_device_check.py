@@ -59,8 +59,12 @@ def test_of_two_gpus_there_is_no_third(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_old_driver_does_not_send_a_run_to_the_cpu_unnoticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_check, "cuda_support", lambda: CudaSupport((12, 8), (11, 4)))
-    with pytest.raises(LaunchError, match=r"supports CUDA 11\.4, and PyTorch was built for 12\.8"):
+    with pytest.raises(LaunchError) as caught:
         available("cpu", chosen=False)
+    assert str(caught.value) == (
+        "device: the NVIDIA driver supports CUDA 11.4, and PyTorch was built for 12.8\n"
+        "  -> update the driver, or install a build of PyTorch for CUDA 11; or give device='cpu'"
+    )
     assert available("cpu") == torch.device("cpu"), "it was asked for"
     check_driver(CudaSupport((12, 8), (12, 0)))  # drivers of a major version run all of its builds
 
@@ -78,6 +82,9 @@ def test_a_gpu_without_kernels_is_refused(processor: Processor, kernels: Sequenc
     text = str(caught.value)
     assert text.startswith(f"device cuda:1: {processor.name} (compute capability {processor.capability[0]}.")
     assert f"has kernels for {', '.join(kernels)} only" in text
+    assert caught.value.remedy == (
+        "install a build of PyTorch for this GPU, choose another with CUDA_VISIBLE_DEVICES, or give device='cpu'"
+    )
 
 
 def test_portable_code_runs_on_later_processors() -> None:
@@ -88,8 +95,11 @@ def test_portable_code_runs_on_later_processors() -> None:
 def test_several_ranks_need_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     without = USUAL._replace(has_nccl=False)
     check_nccl(without, 1)
-    with pytest.raises(LaunchError, match=r"4 ranks on GPUs communicate by NCCL, which PyTorch .* does not have"):
+    with pytest.raises(LaunchError) as caught:
         check_nccl(without, 4)
+    assert caught.value.where == "device"
+    assert caught.value.problem.startswith("4 ranks on GPUs communicate by NCCL, which PyTorch ")
+    assert caught.value.remedy == "install a build of PyTorch with NCCL; or run one rank, or give device='cpu'"
     monkeypatch.setattr(device_check, "cuda_support", lambda: without)
     monkeypatch.setattr(device_check, "processor", lambda device: H100)
     check_gpu(torch.device("cpu"), 4)
@@ -106,7 +116,10 @@ def test_unlike_gpus_are_refused_unless_the_cluster_describes_them() -> None:
         "its GPUs differ, and the plan would wait for the slowest "
         "(ranks 0 to 1: NVIDIA H100 80GB HBM3; rank 2: Tesla V100-SXM2-32GB)"
     )
-    assert "describe them in a cluster file" in caught.value.remedy
+    assert caught.value.where == "device"
+    assert caught.value.remedy == (
+        "choose equal GPUs with CUDA_VISIBLE_DEVICES, or describe them in a cluster file, as members of a level"
+    )
     check_alike(mixed, described=True)
 
 

@@ -19,7 +19,7 @@ from meshwright.ir.layout import Layout
 from meshwright.ir.ledger import PARTS, Ledger
 from meshwright.ir.make_ledger import make_ledger
 from meshwright.ir.plan import Alternative, Bucket, Note
-from meshwright.ir.trace import MemorySample, Span, Trace
+from meshwright.ir.trace import COPY, MemorySample, Span, Trace
 from meshwright.ir.units import size
 from meshwright.report import read_run, render_run, run_drawing, svg
 from tests.pure.test_ledger import BOX, MIB, plan_of, step
@@ -308,6 +308,15 @@ def test_marks_are_round_and_inside(low: float, length: float) -> None:
     assert all(low - 1e-6 * length <= one <= low + length * (1 + 1e-6) for one in found)
     mantissa = f"{found[1] - found[0]:.3e}"[0]
     assert mantissa in "125"
+
+
+def test_a_picture_begins_with_the_step_and_has_copies_beside_communication() -> None:
+    copies = (Span(0, COPY, "inputs", -5.0, -3.0), Span(0, COPY, "optimizer state", -1.0, 1.0))
+    trace = Trace(source="measured", spans=(*copies, Span(0, "compute", "0F0", 0.0, 2.0)))
+    assert [(span.what, span.start_s, span.end_s) for span in run_drawing.begun_at_zero(trace).spans] == [
+        ("optimizer state", 0.0, 1.0), ("0F0", 0.0, 2.0),
+    ]  # fmt: skip
+    assert "optimizer state on rank 0, measured copy" in run_drawing.timelines({"measured": trace})
 
 
 def test_long_timelines_show_their_beginning_and_say_so() -> None:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from meshwright.errors import FileFormatError
 from meshwright.ir import files
-from meshwright.ir.trace import MemorySample, Span, Trace, merge
+from meshwright.ir.trace import COPY, MemorySample, Span, Trace, merge
 
 TWO_RANKS = Trace(
     source="simulated",
@@ -121,3 +121,11 @@ def test_traces_of_different_sources_are_not_merged() -> None:
         merge([TWO_RANKS, Trace(source="measured")])
     with pytest.raises(ValueError, match="traces of 2 different plans cannot be merged"):
         merge([TWO_RANKS, Trace(source="simulated", plan="0123")])
+
+
+def test_copies_before_a_step_do_not_lengthen_it() -> None:
+    """A device may copy a batch while it still runs the step before."""
+    spans = (Span(0, COPY, "inputs", -5.0, -3.0), Span(0, COPY, "inputs", -3.0, 1.0), Span(0, "compute", "F", 0.0, 2.0))
+    trace = Trace(source="measured", spans=spans)
+    assert (trace.start_s, trace.duration_s) == (0.0, 2.0)
+    assert Trace(source="measured", spans=spans[:1]).duration_s == 2.0

@@ -108,10 +108,11 @@ def dry_run_captured(
         raise LayoutError(
             f"replicas joined by {chosen.consistency} run on CPUs only", where="dry run", remedy="dry run one replica"
         )
-    foretold = foretell(PlanLowering(graph, rules), chosen, known, optimizer=kept, clips=clips)
+    box = box_of(known)
+    foretold = foretell(PlanLowering(graph, rules, box), chosen, known, optimizer=kept, clips=clips)
     job = Job(
         model, loss_fn, batch, captured, chosen, adapt_plan, factory, max_grad_norm, seed,
-        frozenset(known.device.peak_flops_per_s),
+        frozenset(known.device.peak_flops_per_s), box,
     )  # fmt: skip
     wanted = tuple(dict.fromkeys(ranks or ())) or kinds_of_ranks(chosen)
     found = []
@@ -121,7 +122,7 @@ def dry_run_captured(
         with _quiet(rank != wanted[0]):
             found.append(rehearse(job, rank))
     peaks = [foretold.memory[chosen.mesh.coordinates(rank).get("pp", 0)].peak_bytes for rank in wanted]
-    room = room_of(known, range(chosen.mesh.world_size), num_peers(chosen.mesh.sizes, box_of(known)))
+    room = room_of(known, range(chosen.mesh.world_size), num_peers(chosen.mesh.sizes, box))
     streams, matched = _streams(found, chosen)
     return DryRun(
         model=graph.model,

@@ -20,6 +20,7 @@ from meshwright.planner.compare import changes_that_fit
 from meshwright.planner.foretell import foretell
 from meshwright.runtime.device import processor, properties
 from meshwright.runtime.device_check import check_alike, check_float8, check_float64
+from meshwright.runtime.device_errors import named_error
 from meshwright.runtime.optimizer import OptimizerFactory
 
 
@@ -44,12 +45,20 @@ def check_gpus(
 
 @contextmanager
 def making_trainer(device: torch.device) -> Iterator[None]:
-    """Raise a DeviceMemoryError if parameters and their copies do not fit on the device."""
+    """Raise a DeviceMemoryError if parameters and their copies do not fit on the device, and name errors of CUDA and
+    NCCL, as within a step."""
+    where = f"{device}, before the first step"
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except MeshwrightError:
+        raise
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError):
+            if (named := named_error(str(error), where)) is None:
+                raise
+            raise named from error
         raise DeviceMemoryError(
-            f"the parameters do not fit ({str(error).splitlines()[0]})", where=f"{device}, before the first step",
+            f"the parameters do not fit ({str(error).splitlines()[0]})", where=where,
             remedy="use more ranks with tp, pp or zero=3, or plan='auto', which chooses a layout that fits",
         ) from error  # fmt: skip
 

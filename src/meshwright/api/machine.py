@@ -26,8 +26,8 @@ from meshwright.planner.learn_ledgers import learn_ledgers
 from meshwright.report.run_files import read_run
 from meshwright.runtime import calibrate as calibration
 from meshwright.runtime import calibrate_gpus, launch
-from meshwright.runtime.device import device_names, has_cuda, num_cuda_devices, properties
-from meshwright.runtime.device_check import check_alike
+from meshwright.runtime.device import cuda_support, device_names, has_cuda, num_cuda_devices, properties
+from meshwright.runtime.device_check import check_alike, check_driver, unavailable
 from meshwright.runtime.loop import Progress, Silent
 from meshwright.runtime.measured import BUSY_SPREAD, stale
 from meshwright.runtime.ranks import run_ranks
@@ -145,10 +145,13 @@ def save_cluster(cluster: Cluster | None, target: Path) -> Cluster:
 
 
 def measured_kind(device: str) -> str:
-    """The kind of device to calibrate; raises a LaunchError if there is none of the kind that is asked for."""
+    """The kind of device to calibrate; raises a LaunchError if there is none of the kind that is asked for. Without a
+    choice, the error of a driver that is too old says why there is no GPU."""
     known = ("cuda", "cpu") if has_cuda() else ("cpu",)
     if device and device not in known:
-        raise LaunchError(f"there is no device {device!r} here", where="device", remedy=f"use {' or '.join(known)}")
+        raise unavailable(device, cuda_support(), known)
+    if not device and len(known) == 1:
+        check_driver(cuda_support())
     return device or known[0]
 
 

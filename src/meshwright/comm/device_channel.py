@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.comm.member import member
+from meshwright.comm.record import current
 from meshwright.comm.transport.base import Arrival, Channel, timeout_of
 from meshwright.ir.mesh import AxisGroup
 from meshwright.torch_private import resolve_process_group
@@ -42,15 +43,16 @@ class DeviceChannel:
     def send(self, tensor: Tensor) -> Arrival:
         """Start to send a contiguous tensor. After ``wait``, later work on the device may overwrite it. Once the
         message ``has_come``, nothing needs the tensor any more."""
-        return _message(self._out.send([tensor], self._peer, 0), tensor)
+        return self._message(self._out, self._out.send([tensor], self._peer, 0), tensor)
 
     def receive(self, into: Tensor, label: str = "") -> Arrival:
         """Start to receive into a contiguous tensor. After ``wait``, later work on the device may read it."""
-        return _message(self._in.recv([into], self._peer, 0), into)
+        return self._message(self._in, self._in.recv([into], self._peer, 0), into)
 
-
-def _message(work: dist.Work, tensor: Tensor) -> Arrival:
-    return Arrival(work.wait, tensor, come=work.is_completed, check=lambda waited_s: None)
+    def _message(self, group: dist.ProcessGroup, work: dist.Work, tensor: Tensor) -> Arrival:
+        if (recorder := current()) is not None:
+            recorder.message(f"{group.group_name} {self._peer}", work)
+        return Arrival(work.wait, tensor, come=work.is_completed, check=lambda waited_s: None)
 
 
 def device_channels(world: dist.ProcessGroup, peers: set[int], device: torch.device) -> dict[int, Channel]:

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.comm.member import GroupState, culprit
-from meshwright.comm.record import current, place
-from meshwright.comm.transport.base import OWN_ERROR, UnderWay, Work, first_line, moves_streams
+from meshwright.comm.record import CollectiveTimes, Flight, current, place
+from meshwright.comm.transport.base import OWN_ERROR, UnderWay, Work, first_line, moves_streams, operations_of
 from meshwright.errors import LostRankError
 
 _WORK = "_meshwright_work"
@@ -19,7 +19,7 @@ HALO = "halo"
 
 class _Started(NamedTuple):
     """A collective under way: the work to wait for, and its description for traces, records and errors. ``times``: when
-    its start began and ended."""
+    its start began and ended. ``flight``: its begin and end on a device that runs behind the host."""
 
     work: Work | None
     what: str
@@ -31,6 +31,7 @@ class _Started(NamedTuple):
     number: int
     num_bytes: int
     event: int
+    flight: Flight | None
 
 
 def attach(
@@ -42,8 +43,9 @@ def attach(
     where = place()
     num = num_bytes // value.itemsize
     event = mine.record(group, what, num, value.dtype, label, where, is_alike=what != HALO)
-    times = begun, time.perf_counter()
-    started = _Started(work, what, group.group_name, mine, times, label, where, mine.begun, num_bytes, event)
+    times, name, recorder = (begun, time.perf_counter()), group.group_name, current()
+    flight = recorder.flight(name, operations_of(work)) if recorder is not None else None
+    started = _Started(work, what, name, mine, times, label, where, mine.begun, num_bytes, event, flight)
     setattr(value, _WORK, started)
     return value
 
@@ -57,7 +59,8 @@ def wait(value: Tensor) -> Tensor:
     """
     started: _Started | None = value.__dict__.pop(_WORK, None)
     if started is not None:
-        mine, waiting = started.mine, time.perf_counter()
+        mine, recorder, waiting = started.mine, current(), time.perf_counter()
+        reached = recorder.moment(waiting) if recorder is not None else waiting
         if flight := mine.progress.recorder:
             flight.wait(started.event)
         if started.work is not None:
@@ -79,9 +82,12 @@ def wait(value: Tensor) -> Tensor:
         begun, begin_done = started.times
         if mine.watch is not None:
             mine.watch.note(started.what, started.num_bytes, done - waiting + begin_done - begun)
-        if (recorder := current()) is not None:
+        if recorder is not None:
             received = started.work.num_bytes if isinstance(started.work, UnderWay) else None
-            times = (begun, begin_done, waiting, done)
+            last = recorder.moment(done)
+            times = CollectiveTimes(begun, last, ((begun, begin_done), (reached, last)))
+            if started.flight is not None:  # launching it took time of the host only
+                times = CollectiveTimes(*started.flight, ((reached, last),))
             recorder.collective(started.what, started.group, times, value.nbytes if received is None else received)
     return value
 

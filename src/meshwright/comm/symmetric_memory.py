@@ -1,6 +1,7 @@
 """Products in pieces in memory that the GPUs of a group share: PyTorch's symmetric memory, where there is some.
 
-No GPU has run this module yet. The CPU's form of the same operators checks plans and numbers.
+No GPU has run this module yet. The CPU's form of the same operators checks plans and numbers, and dry runs check their
+order, dtypes and memory on fake tensors.
 """
 
 from collections.abc import Iterable
@@ -9,19 +10,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.comm.groups import alone, boxes_of, process_group
+from meshwright.comm.groups import boxes_of, process_group
 from meshwright.ir.mesh import AxisGroup
-from meshwright.torch_private import enable_symmetric_memory
+from meshwright.torch_private import define_symmetric_memory, enable_symmetric_memory
 
 ops = torch.ops.symm_mem
 
 
 def symmetric_groups(groups: Iterable[AxisGroup], device: torch.device) -> frozenset[str]:
     """The names of the groups whose GPUs share memory: GPUs of one box that reach each other's memory. All ranks of the
-    groups must call this. In a dry run there is none, because nobody answers."""
-    if device.type != "cuda" or alone():
-        return frozenset()
+    groups must call this."""
     return frozenset(group.name for group in groups if _enabled(process_group(group.name), device))
+
+
+def rehearsed_groups(groups: Iterable[AxisGroup], box: int) -> frozenset[str]:
+    """The same in a dry run, where nobody answers: the groups within one box of so many consecutive ranks."""
+    define_symmetric_memory()
+    ranks = {group.name: dist.get_process_group_ranks(process_group(group.name)) for group in groups}
+    return frozenset(name for name, own in ranks.items() if len({rank // box for rank in own}) == 1)
 
 
 def _enabled(group: dist.ProcessGroup, device: torch.device) -> bool:

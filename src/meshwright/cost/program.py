@@ -16,6 +16,7 @@ from meshwright.cost.kernels import Cost
 from meshwright.cost.lifetimes import lifetimes, sizes_of
 from meshwright.cost.node_costs import NodeCosts, communicated, moved_by_rank, of_parameters
 from meshwright.cost.optimizer import SGD, OptimizerCost
+from meshwright.cost.scratch import symmetric_bytes
 from meshwright.cost.work import Communicate, Compute, Piece, StageWork, StepWork, Wait, launched
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.codec import codec_of
@@ -57,6 +58,8 @@ class HeldBytes(msgspec.Struct, frozen=True, kw_only=True):
     inputs_bytes: int
     codecs_bytes: int = 0
     """Residuals, momenta and factors of codecs."""
+    shared_bytes: int = 0
+    """Memory that other devices reach, for products in pieces."""
 
     @property
     def persistent_bytes(self) -> int:
@@ -314,6 +317,7 @@ class _Stage:
             prologue_bytes=sum(self.sizes[storage] for storage in kept.keys() - whole),
             gradients_bytes=_num_bytes(program.accumulators),
             codecs_bytes=sum(state.num_bytes for state in program.codec_states),
+            shared_bytes=symmetric_bytes(node for phase in program.phases for node in phase.nodes),
             optimizer_bytes=self._optimizer_bytes(),
             buffers_bytes=sum(buffer.bytes for buffer in program.buffers),
             # A rank holds these once, not once per chunk.

@@ -8,6 +8,8 @@ import msgspec
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 TraceSource = Literal["measured", "simulated", "emulated"]
+COPY = "copy"
+"""The stream of copies between host and device. A device may copy a batch while it still runs the step before."""
 
 
 Interval = tuple[float, float]
@@ -93,10 +95,14 @@ class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     @property
     def duration_s(self) -> float:
-        """The seconds from the start of the first span to the end of the last span; 0 without spans."""
-        if not self.spans:
-            return 0.0
-        return max(span.end_s for span in self.spans) - min(span.start_s for span in self.spans)
+        """The seconds from ``start_s`` to the end of the last span; 0 without spans."""
+        return max((span.end_s for span in self.spans), default=0.0) - self.start_s
+
+    @property
+    def start_s(self) -> float:
+        """The start of the first span that is no copy; 0 without spans. Copies may begin before the step."""
+        spans = [span for span in self.spans if span.stream != COPY] or self.spans
+        return min((span.start_s for span in spans), default=0.0)
 
     def shifted(self, seconds: float) -> "Trace":
         """The trace with all times increased by ``seconds``, as on a clock that is ahead."""

@@ -7,6 +7,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from meshwright.capture.outputs import outputs_of
 from meshwright.capture.rules import Rules
 from meshwright.ir.codec import codec_of
 from meshwright.ir.convolution import work_of
@@ -104,6 +105,22 @@ class Counter:
         if target in _PASSES:
             largest = max(map(num_bytes, (*call.tensors, *outputs)))
             return tuple(Kernel(kind, dtype, 0.0, times * largest, calls) for kind, times, calls in _PASSES[target])
+        if target is collectives.GATHER_MULTIPLY:
+            whole, *products = outputs
+            calls = (
+                Call(aten.mm.default, (whole, weight), {}, (product,))
+                for weight, product in zip(call.args[1], products, strict=True)
+            )
+            return tuple(kernel for each in calls for kernel in self._counted(each, False))
+        if target is collectives.MULTIPLY_SCATTER:  # the terms of all ranks for this rank's rows, before they are added
+            left, right = call.args[:2]
+            terms = outputs_of(aten.mm.default, (left, right), {})
+            (product,) = self._counted(Call(aten.mm.default, (left, right), {}, (terms,)), False)
+            moved = num_bytes(terms, *outputs)
+            return (
+                msgspec.structs.replace(product, workspace_bytes=num_bytes(terms)),
+                Kernel("reduction", dtype, 0.0, moved),
+            )
         if target in opaque.RULES:
             return (_opaque(call, dtype, read + written),)
         if target is collectives.ADD_ROWS:  # in place: only these rows are read and written
@@ -185,11 +202,12 @@ def _sizes(value: Any) -> Hashable:
 
 def _ring(call: Call) -> tuple[RingSizes, Tensor | None]:
     """The ring in which a call of attention runs, and its mask."""
-    first = 0 if call.target is ours.attention_ring.default else 1
-    query, key, value, mask = call.args[first : first + 4]
-    window, row, _, index, balanced, _, size = call.args[-7:]
+    given = arguments(call)
+    query, key, value, mask, size, balanced = (
+        given[name] for name in ("query", "key", "value", "mask", "size", "balanced")
+    )
     moving = [key, value, *([mask] if mask is not None and mask.shape[-1] == key.shape[2] else [])]
-    steps = num_steps(query.shape[2], key.shape[2], size, index, row, window)
+    steps = num_steps(query.shape[2], key.shape[2], size, given["index"], given["row"], given["window"])
     copied = () if balanced else tuple(tensor for tensor in moving if not tensor.is_contiguous())
     return RingSizes(size, steps, balanced, num_bytes(*moving), num_bytes(*copied)), mask
 
@@ -235,10 +253,10 @@ def _functional(call: Call) -> Call:
         target, args, kwargs = aten.mm.default, args[1:3], {}
     elif target in _ACROSS:
         target = _ACROSS[target]
-        args = args[: len(target._schema.arguments)]  # type: ignore[attr-defined]
-        if call.target in _RINGS:  # the mask may cover the keys of all ranks
+        if call.target in _RINGS:  # the last four say where the ring is; the mask may cover the keys of all ranks
             place = 3 if call.target is ours.attention_ring.default else 4
-            args = (*args[:place], None, *args[place + 1 :])
+            args = (*args[:place], None, *args[place + 1 : -4])
+        args = args[: len(target._schema.arguments)]  # type: ignore[attr-defined]
     elif target in FUNCTIONAL:
         target, keyword = FUNCTIONAL[target]
         kwargs = {name: value for name, value in kwargs.items() if name != keyword}
@@ -276,6 +294,11 @@ def _coded(call: Call, given: Mapping[str, Any]) -> tuple[str, int, tuple[int, .
 def inside(call: Call, label: str) -> tuple[Collective, ...]:
     """The collectives that a call's kernel runs itself. A ring is counted as an all-gather that moves the same
     bytes."""
+    if call.target in (collectives.GATHER_MULTIPLY, collectives.MULTIPLY_SCATTER):
+        axis, size = call.args[-2:]
+        if call.target is collectives.GATHER_MULTIPLY:
+            return (Collective("all_gather", axis, size, num_bytes(call.outputs[0]), label=label),)
+        return (Collective("reduce_scatter", axis, size, size * num_bytes(*call.outputs), label=label),)
     if call.target not in _ACROSS:
         return ()
     *given, axis, size = call.args

@@ -143,21 +143,28 @@ class LocalCall:
                     f"it draws the numbers of its forward, which is split over {forward or 'nothing'}, "
                     f"but it is split over {split or 'nothing'}",
                     where=self.name,
-                    remedy="split an operator with dropout and its gradient alike",
+                    remedy="split an operator that draws by parts and its gradient alike",
                 )
         return self._shared.random_key, mix(zlib.crc32((name or self.name).encode()), *coordinates)
 
-    def draw(self) -> tuple[fx.Node, int, list[int], list[int], list[int], int, int]:
-        """The last arguments of an operator that draws this rank's part of the first output."""
+    def draw(
+        self, name: str = "", factors: Sequence[str] = ()
+    ) -> tuple[fx.Node, int, list[int], list[int], list[int], int, int]:
+        """The last arguments of an operator that draws this rank's part of the first output, or of a tensor with these
+        factors."""
         self._require_random()
-        dims = self._rule.parsed.outputs[0].dims or ((),)
-        letters = [factor for dim in dims for factor in dim]
-        sizes = [factor.size or self._rule.sizes[factor.name] for factor in letters]
-        parts = [self._part(factor.name, size) for factor, size in zip(letters, sizes, strict=True)]
+        dims = [[(letter, self._rule.sizes[letter]) for letter in self._letters.get(factor, ())] for factor in factors]
+        dims = dims or [
+            [(factor.name, factor.size or self._rule.sizes[factor.name]) for factor in dim]
+            for dim in self._rule.parsed.outputs[0].dims or ((),)
+        ]
+        letters = [letter for dim in dims for letter in dim]
+        parts = [self._part(letter, size) for letter, size in letters]
         over_time = self._strategy.get(TIME) or TIME
-        time = next((index for index, factor in enumerate(letters) if factor.name == over_time), -1)
-        place = sizes, [begin for begin, _ in parts], [length for _, length in parts], max(1, len(dims[-1])), time
-        return self._shared.random_key, mix(zlib.crc32(self.name.encode())), *place
+        time = next((index for index, (letter, _) in enumerate(letters) if letter == over_time), -1)
+        sizes, begins, lengths = [size for _, size in letters], [part[0] for part in parts], [part[1] for part in parts]
+        salt = mix(zlib.crc32((name or self.name).encode()))
+        return self._shared.random_key, salt, sizes, begins, lengths, max(1, len(dims[-1])), time
 
     def _part(self, letter: str, size: int) -> tuple[int, int]:
         """The first index of this rank's part of a letter, in the first micro-batch, and the part's length."""

@@ -3,7 +3,7 @@
 The planner computes costs from these programs, and ``plan --program`` shows them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
@@ -24,13 +24,14 @@ from meshwright.torch_private import DisableTorchFunction
 
 
 class PlanLowering:
-    """Lowers plans of one graph; implements ``ir.program.Lower``. ``rules`` are the user's operator rules.
+    """Lowers plans of one graph; implements ``ir.program.Lower``. ``rules`` are the user's operator rules. ``box``: if
+    not 0, devices of a box of so many consecutive ranks share memory, and run products in pieces there.
 
     PyTorch's function modes, such as the mode that ``torch.set_default_device`` leaves on, are hidden from the many
     calls on fake tensors that lowering makes. Otherwise they would take a third of the time."""
 
-    def __init__(self, graph: Graph, rules: Mapping[Target, OperatorRule] | None = None) -> None:
-        self._graph, self._rules, self._counter = graph, rules or {}, Counter(rules or {})
+    def __init__(self, graph: Graph, rules: Mapping[Target, OperatorRule] | None = None, box: int = 0) -> None:
+        self._graph, self._rules, self._counter, self._box = graph, rules or {}, Counter(rules or {}), box
         self._operators: dict[object, OperatorProgram] = {}
         self._calls: dict[str, tuple[object, ...]] = {}
         self._planned: PlannedGraph | None = None
@@ -72,10 +73,16 @@ class PlanLowering:
                         emitted[again] = emit_stage(planned, stage, groups, rules=self._rules)
                     lowered = partition(
                         emitted[again], planned.recomputation(stage), {}, ahead=planned.plan.prefetch,
-                        graphs=planned.plan.graphs,
+                        graphs=planned.plan.graphs, symmetric=self._within_boxes(planned.plan, stage, rank, groups),
                     )  # fmt: skip
                     done.append(describe(lowered, sizes, self._counter))
         return [tuple(done) for done in programs]
+
+    def _within_boxes(self, plan: Plan, stage: int, rank: int, groups: Collection[str]) -> frozenset[str]:
+        """The groups of a rank of a stage's submesh whose ranks share memory."""
+        mesh, first = plan.submesh(stage), plan.mesh.stage_ranks(plan.pipeline.rank_of(stage)).start
+        ranks = {name: mesh.group_ranks(name, rank % mesh.world_size) for name in groups if self._box}
+        return frozenset(name for name, own in ranks.items() if len({(first + each) // self._box for each in own}) == 1)
 
     def operator(
         self, operator: Operator, strategy: Strategy, sizes: Mapping[str, int], interior_first: bool = False

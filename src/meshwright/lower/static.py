@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import fx
 
-import meshwright.ops.philox  # noqa: F401 - defines the operators below
+import meshwright.ops.attention_kernels
+import meshwright.ops.philox  # noqa: F401 - these define the operators below
 from meshwright.ops import collectives
 
 aten = torch.ops.aten
 ours = torch.ops.meshwright
 
-KEYED = frozenset({ours.bernoulli.default, ours.uniform.default, ours.normal.default})
+_ATTENTION = frozenset({ours.attention.default, ours.attention_backward.default})
+KEYED = frozenset({ours.bernoulli.default, ours.uniform.default, ours.normal.default, *_ATTENTION})
 """Operators that take a random key as a tensor."""
 _BY_VALUES = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 _MASKED = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
@@ -69,8 +71,8 @@ def _by_mask(node: fx.Node) -> bool:
 def _takes_key(node: fx.Node) -> bool:
     """Whether an operator works with a random key on the device. If micro-batches are parts of the last dim, the host
     cuts the part."""
-    if node.target not in KEYED:
-        return False
+    if node.target not in KEYED or node.target in _ATTENTION:
+        return node.target in _ATTENTION
     place: Any = next((node.args[index:] for index, value in enumerate(node.args) if isinstance(value, list)), None)
     if place is None:
         return True

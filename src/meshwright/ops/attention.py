@@ -84,20 +84,32 @@ def attention_local(local: Local) -> Any:
 def emit_attention(local: Local) -> Any:
     """Emit the operator on this rank's parts, or around a ring. Backward communicates only in a ring: it has the output
     and the log-sum-exp over all keys, so the gradient for some keys does not depend on the other keys."""
-    place = SETTINGS_AT[local.target]
-    tensors = local.args[:place]
-    dropout, causal, scale, _, number, window = (*local.args[place:], 0)[:6]
+    at = SETTINGS_AT[local.target]
+    tensors = local.args[:at]
+    dropout, causal, scale, _, number, window = (*local.args[at:], 0)[:6]
     # forward and backward of one call have the same number, so that they draw the same mask
-    key = local.key(f"attention {number}") if dropout else (0, 0)
-    settings = (*tensors, dropout, causal, scale, *key, window)
+    key, salt, place = _drawn(local, f"attention {number}") if dropout else (0, 0, _EVERYWHERE)
+    settings = (*tensors, dropout, causal, scale, key, salt)
     algorithm = _algorithm(local)
     if local.is_split("st"):
         row, *ring = _ring(local, causal and not window)
-        return local.call(_ACROSS[local.target], *settings, row, algorithm, *ring)
-    first = _first(local) if causal else 0
-    if not (window or first or algorithm):
-        return local.call(local.target, *settings[:-1])
-    return local.call(local.target, *settings, first, algorithm)
+        return local.call(_ACROSS[local.target], *settings, window, row, algorithm, *place, *ring)
+    positions = [_position(local, factor) for factor in "st"]
+    first = positions[0] - positions[1] if causal else 0
+    if dropout:
+        rows, columns = ([position] for position in positions)
+        return local.call(local.target, *settings, window, first, algorithm, *place, rows, columns)
+    return local.call(local.target, *settings, *((window, first, algorithm) if window or first or algorithm else ()))
+
+
+_Place = tuple[list[int], list[int], list[int], int]
+_EVERYWHERE: _Place = ([], [], [], -1)
+
+
+def _drawn(local: Local, name: str) -> tuple[Any, int, _Place]:
+    """The random key, the salt, and where this rank's batches and heads lie in all scores (``Dropout``)."""
+    key, salt, sizes, begins, lengths, _, time = local.draw(name, ("b", "h", "r"))
+    return key, salt, ([*sizes, local.size("s"), local.size("t")], begins, lengths, time)
 
 
 def _algorithm(local: Local) -> str:
@@ -123,12 +135,9 @@ def _ring(local: Local, balances: bool) -> tuple[int, int, bool, str, int]:
     return place * rows, index, balanced, group, size
 
 
-def _first(local: Local) -> int:
-    """The position of this rank's first query minus the position of its first key."""
-    row, column = (
-        local.bounds(factor)[local.coordinate(factor)[0]] if local.is_split(factor) else 0 for factor in "st"
-    )
-    return row - column
+def _position(local: Local, factor: str) -> int:
+    """The position of this rank's first query (factor ``s``) or first key (``t``) in the sequence."""
+    return local.bounds(factor)[local.coordinate(factor)[0]] if local.is_split(factor) else 0
 
 
 def _flops(products: int) -> Any:

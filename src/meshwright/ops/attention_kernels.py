@@ -9,7 +9,7 @@ Rows and columns without a visible pair are cut away first. Queries without keys
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from meshwright.ops.attention_fused import (
     flash_on_cpu,
     flash_on_cpu_backward,
 )
-from meshwright.ops.attention_scores import Results, Settings, laid_out, plain, plain_backward
+from meshwright.ops.attention_scores import Dropout, Results, Settings, laid_out, plain, plain_backward
 from meshwright.ops.library import define
 
 _Kernel = Callable[..., Results]
@@ -71,15 +71,34 @@ def _is_part(rows: slice, columns: slice, band: Band) -> bool:
     return rows != slice(0, band.queries) or columns != slice(0, band.keys)
 
 
+def _dropout(
+    query: Tensor, key: Tensor, probability: float, random_key: Any, salt: int, sizes: Sequence[int] = (),
+    begins: Sequence[int] = (), lengths: Sequence[int] = (), time: int = -1, rows: Sequence[int] = (0,),
+    columns: Sequence[int] = (0,),
+) -> Dropout | None:  # fmt: skip
+    """The dropout of a call. Without ``sizes``, its scores are all scores. ``rows`` and ``columns`` are the first
+    positions of ranges of queries and of keys that are equally long."""
+    if not probability:
+        return None
+    if not sizes:
+        sizes, begins, lengths = (*query.shape[:3], key.shape[2]), (0, 0), query.shape[:2]
+    queries, keys = (
+        tuple((first, count // len(firsts)) for first in firsts)
+        for firsts, count in ((rows, query.shape[2]), (columns, key.shape[2]))
+    )
+    return Dropout(probability, random_key, salt, sizes, begins, lengths, time, queries, keys)
+
+
 def attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float,
-    random_key: int, salt: int, window: int = 0, first: int = 0, algorithm: str = "",
+    random_key: Any, salt: int, window: int = 0, first: int = 0, algorithm: str = "", *place: Any,
 ) -> Results:  # fmt: skip
     """The kernel of ``meshwright::attention``: the output [b, h, s, e] and the log-sum-exp [b, h, s]."""
     band = Band(query.shape[2], key.shape[2], causal, window, first)
     run, _ = _kernels(query, key, value, mask, dropout, causal and bool(window or first), algorithm)
     rows, columns, inner = _visible(query, key, mask, band)
-    settings = Settings(inner, scale, dropout, random_key, salt)
+    dropped = _dropout(query, key, dropout, random_key, salt, *place)
+    settings = Settings(inner, scale, dropped and dropped.part(rows, columns))
     if not _is_part(rows, columns, band):
         output, logsumexp = run(query, key, value, mask, settings)
         return laid_out(output), _statistics(logsumexp)
@@ -97,14 +116,15 @@ def attention(
 
 def attention_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, output: Tensor, logsumexp: Tensor,
-    dropout: float, causal: bool, scale: float, random_key: int, salt: int, window: int = 0, first: int = 0,
-    algorithm: str = "",
+    dropout: float, causal: bool, scale: float, random_key: Any, salt: int, window: int = 0, first: int = 0,
+    algorithm: str = "", *place: Any,
 ) -> Results:  # fmt: skip
     """The kernel of ``meshwright::attention_backward``: the gradients of query, key and value."""
     band = Band(query.shape[2], key.shape[2], causal, window, first)
     _, run = _kernels(query, key, value, mask, dropout, causal and bool(window or first), algorithm)
     rows, columns, inner = _visible(query, key, mask, band)
-    settings = Settings(inner, scale, dropout, random_key, salt)
+    dropped = _dropout(query, key, dropout, random_key, salt, *place)
+    settings = Settings(inner, scale, dropped and dropped.part(rows, columns))
     if not _is_part(rows, columns, band):
         return tuple(map(laid_out, run(grad, query, key, value, mask, output, logsumexp, settings)))
     gradients = [whole.zero_() for whole in attention_backward_shape(grad, query, key, value)]
@@ -112,8 +132,8 @@ def attention_backward(
         grad, query, output, logsumexp = (whole[:, :, rows] for whole in (grad, query, output, logsumexp))
         key, value = key[:, :, columns], value[:, :, columns]
         parts = run(grad, query, key, value, mask, output, logsumexp, settings)
-        for whole, part, place in zip(gradients, parts, (rows, columns, columns), strict=True):
-            whole[:, :, place].copy_(part)
+        for whole, part, within in zip(gradients, parts, (rows, columns, columns), strict=True):
+            whole[:, :, within].copy_(part)
     return tuple(gradients)
 
 
@@ -141,10 +161,11 @@ QUERY = "Tensor query, Tensor key, Tensor value, Tensor? mask"
 RESULTS = "Tensor output, Tensor logsumexp"
 SETTINGS = "float dropout, bool causal, float scale, SymInt random_key, SymInt salt"
 BAND = "SymInt window=0, SymInt first=0, str algorithm=''"
-"""Groups of arguments in the schemas of attention."""
-define(f"attention({QUERY}, {SETTINGS}, {BAND}) -> (Tensor, Tensor)", attention, attention_shape)
+PLACE = "int[] sizes=[], int[] begins=[], int[] lengths=[], int time=-1, int[] rows=[0], int[] columns=[0]"
+"""Groups of arguments in the schemas of attention. The place says which numbers dropout draws (``Dropout``)."""
+define(f"attention({QUERY}, {SETTINGS}, {BAND}, {PLACE}) -> (Tensor, Tensor)", attention, attention_shape)
 define(
-    f"attention_backward(Tensor grad, {QUERY}, {RESULTS}, {SETTINGS}, {BAND}) -> (Tensor, Tensor, Tensor)",
+    f"attention_backward(Tensor grad, {QUERY}, {RESULTS}, {SETTINGS}, {BAND}, {PLACE}) -> (Tensor, Tensor, Tensor)",
     attention_backward,
     attention_backward_shape,
 )

@@ -5,17 +5,75 @@ other in one product, so that keys are not repeated.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-import meshwright.ops.philox  # noqa: F401 - defines meshwright::bernoulli
 from meshwright.ir.attention import Band
-
-ours = torch.ops.meshwright
+from meshwright.ops import philox
 
 Results = tuple[Tensor, ...]
+Runs = tuple[tuple[int, int], ...]
+"""Ranges of positions in the sequence, one after the other: the first position and the number of positions of each."""
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """The dropout of a call: its probability, and where its scores lie among those of all ranks and micro-batches.
+
+    ``random_key``, ``salt`` and ``time`` are those of ``ops/philox.py``. ``sizes`` are the sizes of all scores [b, h,
+    ..., s, t]; ``begins`` and ``lengths`` say which batches and heads the call has. ``rows`` and ``columns`` are the
+    positions of its queries and keys.
+    """
+
+    probability: float
+    random_key: Any
+    salt: int
+    sizes: Sequence[int]
+    begins: Sequence[int]
+    lengths: Sequence[int]
+    time: int
+    rows: Runs
+    columns: Runs
+
+    def part(self, rows: slice, columns: slice) -> "Dropout":
+        """The dropout of some of the queries and keys."""
+        return replace(self, rows=_cut(self.rows, rows), columns=_cut(self.columns, columns))
+
+    def keep(self, scores: Tensor) -> Tensor:
+        """The factor of each weight: 0 if it is dropped, else what keeps the mean. ``scores`` are like the weights."""
+        if len(self.rows) == len(self.columns) == 1:
+            kept = self._draw(scores, self.rows[0], self.columns[0])
+        else:
+            kept, row = torch.empty_like(scores), 0
+            for rows in self.rows:
+                column = 0
+                for columns in self.columns:
+                    part = kept[..., row : row + rows[1], column : column + columns[1]]
+                    part.copy_(self._draw(part, rows, columns))
+                    column += columns[1]
+                row += rows[1]
+        return kept.div_(1.0 - self.probability if self.probability < 1.0 else 1.0)
+
+    def _draw(self, like: Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
+        begins, lengths = [*self.begins, rows[0], columns[0]], [*self.lengths, rows[1], columns[1]]
+        place = self.sizes, begins, lengths, 1, self.time
+        kept: Tensor = philox.bernoulli(like, 1.0 - self.probability, self.random_key, self.salt, *place)
+        return kept
+
+
+def _cut(runs: Runs, part: slice) -> Runs:
+    """The positions of a part of the queries or keys that have these positions."""
+    parts, passed = [], 0
+    for first, length in runs:
+        low, high = max(part.start - passed, 0), min(part.stop - passed, length)
+        if low < high:
+            parts.append((first + low, high - low))
+        passed += length
+    return tuple(parts)
 
 
 @dataclass(frozen=True)
@@ -24,9 +82,7 @@ class Settings:
 
     band: Band
     scale: float
-    dropout: float = 0.0
-    random_key: int = 0
-    salt: int = 0
+    dropout: Dropout | None = None
 
 
 def allowed(like: Tensor, band: Band) -> Tensor:
@@ -132,12 +188,6 @@ def _weights(scores: Tensor, logsumexp: Tensor, mask: Tensor | None) -> Tensor:
     return scores.sub_(finite(logsumexp, mask).unsqueeze(-1)).exp_()
 
 
-def _keep(scores: Tensor, settings: Settings) -> Tensor:
-    dropout = settings.dropout
-    kept: Tensor = ours.bernoulli(scores, 1.0 - dropout, settings.random_key, settings.salt)
-    return kept.div_(1.0 - dropout if dropout < 1.0 else 1.0)
-
-
 def plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, settings: Settings) -> Results:
     """Attention by two products and a softmax between them."""
     mask = None if mask is None else additive(mask, query)
@@ -145,7 +195,7 @@ def plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, settin
     logsumexp = scores.logsumexp(-1)
     weights = _weights(scores, logsumexp, mask)
     if settings.dropout:
-        weights = weights * _keep(weights, settings)
+        weights = weights * settings.dropout.keep(weights)
     output = torch.matmul(_by_group(weights.to(value.dtype), value.shape[1]), value)
     return _by_head(output, query.shape[1]), logsumexp
 
@@ -160,7 +210,7 @@ def plain_backward(
     grad_weights = _product(grad, value)
     dropped = weights
     if settings.dropout:
-        keep = _keep(weights, settings)
+        keep = settings.dropout.keep(weights)
         dropped = weights * keep
         grad_weights = grad_weights * keep
     turned = _by_group(dropped, groups).transpose(-2, -1).to(grad.dtype)

@@ -93,10 +93,13 @@ class Local(Protocol):
         """Return the micro-batch's random key (a value) and the operator's salt, a number that differs between ranks
         with different parts. Operators draw equal numbers if they pass the same ``name``, and their own without it."""
 
-    def draw(self) -> tuple[Value, int, list[int], list[int], list[int], int, int]:
+    def draw(
+        self, name: str = "", factors: Sequence[str] = ()
+    ) -> tuple[Value, int, list[int], list[int], list[int], int, int]:
         """Return the last arguments of an operator that draws random numbers (``ops/philox.py``): the micro-batch's
-        random key, the operator's salt, and the place of this rank's part of the first output. So an element of the
-        output has the same number under every layout."""
+        random key, the operator's salt, and the place of this rank's part of the first output, or of a tensor with
+        these ``factors``, a dim each. So an element has the same number under every layout. Operators draw equal
+        numbers if they pass the same ``name``, and their own without it."""
 
     def group(self, factor: str) -> tuple[str, int]:
         """The name and size of the group of ranks that hold the parts of a factor. One axis must split the factor."""

@@ -130,8 +130,8 @@ class Groups:
         size = left.shape[1] * right.shape[1]
         result = left.new_zeros(len(self.ends), left.shape[1], right.shape[1])
         for blocks, expert in self._batches(size * left.element_size()):
-            terms = torch.bmm(self._blocks(left)[blocks].transpose(1, 2), self._blocks(right)[blocks])
-            result.index_add_(0, expert, terms)
+            columns, rows = self._blocks(left)[blocks].transpose(1, 2), self._blocks(right)[blocks]
+            result.index_add_(0, expert, torch.bmm(columns, rows))  # no name keeps the terms during the next product
         return result
 
     def _blocks(self, rows: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from meshwright.ops import collectives
 from meshwright.ops.attention_kernels import QUERY, RESULTS, SETTINGS
-from meshwright.ops.library import define, mix
+from meshwright.ops.library import define
 
 ours = torch.ops.meshwright
 
@@ -95,6 +95,19 @@ class Ring:
             return RingSlices()
         return RingSlices(causal=True, window=self.window, first=self.row - column)
 
+    def positions(self, index: int, first: int, rows: int) -> list[int]:
+        """The positions in the sequence of the ``rows`` queries or keys of the rank ``index``: of the first of each
+        half part in a balanced ring, and else of the first, which is ``first``."""
+        return [half * (rows // 2) for half in self.takes(index)] if self.balanced else [first]
+
+    def drawn(self, step: int, part: "RingSlices", query: Tensor, key: Tensor) -> tuple[list[int], list[int]]:
+        """The first positions of the queries, and those of the keys, of the ranges that a step uses."""
+        source, (rows, columns) = self.source(step), (query.shape[2], key.shape[2])
+        late, early = part.rows.start is not None, part.columns.stop is not None
+        queries = self.positions(self.index, self.row, rows)
+        keys = self.positions(source, source * columns, columns)
+        return queries[1:] if late else queries, keys[:1] if early else keys
+
     def takes(self, rank: int) -> tuple[int, int]:
         """Return the indices of the two half parts of the sequence that a rank works on in a balanced ring."""
         return rank, 2 * self.size - 1 - rank
@@ -138,8 +151,8 @@ def num_steps(rows: int, columns: int, size: int, index: int, row: int, window: 
 
 def forward(
     shift: Shift, permute: Permute, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float,
-    causal: bool, scale: float, random_key: int, salt: int, window: int, row: int, algorithm: str, index: int,
-    balanced: bool, *, size: int,
+    causal: bool, scale: float, random_key: int, salt: int, window: int, row: int, algorithm: str, sizes: Sequence[int],
+    begins: Sequence[int], lengths: Sequence[int], time: int, index: int, balanced: bool, *, size: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute attention of this rank's queries [b, h, s, d] with the keys and values of all ranks. ``key`` and
     ``value`` are this rank's parts."""
@@ -152,10 +165,10 @@ def forward(
     steps = num_steps(query.shape[2], key.shape[2], size, index, row, window)
 
     def merge(step: int, part: RingSlices) -> None:  # a function, so that nothing outlives its step
-        salted = mix(salt, ring.source(step)) if dropout else 0
-        settings = (dropout, part.causal, scale, random_key, salted, part.window, part.first, algorithm)
+        settings = (dropout, part.causal, scale, random_key, salt, part.window, part.first, algorithm)
+        place = (sizes, begins, lengths, time, *ring.drawn(step, part, query, key)) if dropout else ()
         keys, values = key[:, :, part.columns], value[:, :, part.columns]
-        output, own = ours.attention(query[:, :, part.rows], keys, values, part.mask, *settings)
+        output, own = ours.attention(query[:, :, part.rows], keys, values, part.mask, *settings, *place)
         before, into = every[:, :, part.rows], total[:, :, part.rows]
         merged = torch.logaddexp(before, own)
         finite = merged.masked_fill(merged == -math.inf, 0.0)  # a query without any allowed key has the output zero
@@ -181,7 +194,8 @@ def forward(
 def backward(
     shift: Shift, permute: Permute, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
     output: Tensor, logsumexp: Tensor, dropout: float, causal: bool, scale: float, random_key: int, salt: int,
-    window: int, row: int, algorithm: str, index: int, balanced: bool, *, size: int,
+    window: int, row: int, algorithm: str, sizes: Sequence[int], begins: Sequence[int], lengths: Sequence[int],
+    time: int, index: int, balanced: bool, *, size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of this rank's queries, keys and values."""
     ring = Ring(shift, index, size, row, balanced, window)
@@ -192,15 +206,15 @@ def backward(
     steps = num_steps(query.shape[2], key.shape[2], size, index, row, window)
 
     def add(step: int, part: RingSlices) -> None:
-        salted = mix(salt, ring.source(step)) if dropout else 0
-        settings = (dropout, part.causal, scale, random_key, salted, part.window, part.first, algorithm)
+        settings = (dropout, part.causal, scale, random_key, salt, part.window, part.first, algorithm)
+        place = (sizes, begins, lengths, time, *ring.drawn(step, part, query, key)) if dropout else ()
         rows, columns = part.rows, part.columns
         parts = ours.attention_backward(
             grad[:, :, rows], query[:, :, rows], key[:, :, columns], value[:, :, columns], part.mask,
-            output[:, :, rows], logsumexp[:, :, rows], *settings,
+            output[:, :, rows], logsumexp[:, :, rows], *settings, *place,
         )  # fmt: skip
-        for total, term, place in zip(grads, parts, (rows, columns, columns), strict=True):
-            total[:, :, place].add_(term)
+        for total, term, within in zip(grads, parts, (rows, columns, columns), strict=True):
+            total[:, :, within].add_(term)
 
     for step in range(steps):
         coming = [shift(tensor) for tensor in ring.moving(key, value, mask)] if step + 1 < steps else []
@@ -251,7 +265,10 @@ def _shapes(grad: Tensor, *values: Any) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(value, memory_format=torch.contiguous_format) for value in values[:3])
 
 
-_SETTINGS = f"{SETTINGS}, SymInt window, SymInt row, str algorithm, SymInt index, bool balanced, str group, SymInt size"
+_SETTINGS = (
+    f"{SETTINGS}, SymInt window, SymInt row, str algorithm, int[] sizes, int[] begins, int[] lengths, int time, "
+    "SymInt index, bool balanced, str group, SymInt size"
+)
 define(f"attention_ring({QUERY}, {_SETTINGS}) -> (Tensor, Tensor)", _over_ranks(forward), _shape)
 define(
     f"attention_ring_backward(Tensor grad, {QUERY}, {RESULTS}, {_SETTINGS}) -> (Tensor, Tensor, Tensor)",

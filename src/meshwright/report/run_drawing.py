@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from meshwright.ir.trace import MemorySample, Span, Trace
+from meshwright.ir.trace import COPY, MemorySample, Span, Trace
 from meshwright.ir.units import seconds, size
 from meshwright.report import svg
 
@@ -35,13 +35,18 @@ class PlotLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def lane_of(stream: str) -> str:
-    """The lane of a stream; waiting for data is drawn where other waits are."""
-    return "wait" if stream == "data" else stream
+    """The lane of a stream; waiting for data is drawn where other waits are, and copies where communication is."""
+    return {"data": "wait", COPY: "communication"}.get(stream, stream)
 
 
 def begun_at_zero(trace: Trace) -> Trace:
-    """The trace, shifted so that its first span starts at time 0."""
-    return trace.shifted(-min((span.start_s for span in trace.spans), default=0.0))
+    """The trace, shifted so that its step starts at time 0, without the copies that were done before it."""
+    shifted = trace.shifted(-trace.start_s)
+    spans = (
+        msgspec.structs.replace(span, start_s=max(0.0, span.start_s)) if span.start_s < 0.0 else span
+        for span in shifted.spans if span.end_s >= 0.0
+    )  # fmt: skip
+    return msgspec.structs.replace(shifted, spans=tuple(spans))
 
 
 def timelines(traces: Mapping[str, Trace]) -> str:

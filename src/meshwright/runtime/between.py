@@ -24,8 +24,9 @@ from meshwright.errors import LaunchError
 from meshwright.ir.cluster import NETWORK, CollectiveTiming, Operation
 from meshwright.ir.mesh import AxisGroup, Mesh
 from meshwright.ops import collectives
-from meshwright.runtime.device import CPU, Stopwatch
+from meshwright.runtime.device import CPU
 from meshwright.runtime.measured import BOX
+from meshwright.runtime.stopwatch import Stopwatch
 from meshwright.schedules.collectives.choice import CHOSEN, LONG_BYTES, MPI, NATIVE, candidates, in_pieces
 from meshwright.schedules.collectives.hierarchy import equal_boxes
 

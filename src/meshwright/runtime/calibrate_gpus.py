@@ -24,6 +24,7 @@ from meshwright.runtime import launch
 from meshwright.runtime.between import Places, Sizes, between, boxes_of_world
 from meshwright.runtime.measured import Measured
 from meshwright.runtime.probes import attention_probes, memory_probes
+from meshwright.runtime.stopwatch import Stopwatch
 
 Advance = Callable[[str], None]
 SWEEPS = 3
@@ -95,7 +96,7 @@ def measure(effort: Effort, advance: Advance, device: torch.device | str | None 
 
 
 def _own(effort: Effort, advance: Advance, device: torch.device) -> MeasuredGpu:
-    clock = devices.Stopwatch(device)
+    clock = Stopwatch(device)
     with device:
         probes = [*attention_probes(effort.lengths, effort.heads, effort.width), *memory_probes(effort.elements)]
         kernel_s, launch_s = _launches(clock)
@@ -131,7 +132,7 @@ def _product(product: Product, dtype: str, device: torch.device) -> Callable[[],
     return lambda: torch.mm(left, right.t())
 
 
-def _launches(clock: devices.Stopwatch) -> tuple[float, float]:
+def _launches(clock: Stopwatch) -> tuple[float, float]:
     """The device's seconds from one kernel to the next, and the host's seconds to launch a kernel."""
     value = torch.ones(1)
 
@@ -151,7 +152,7 @@ def _launches(clock: devices.Stopwatch) -> tuple[float, float]:
     return statistics.median(device), statistics.median(host)
 
 
-def _copies(effort: Effort, clock: devices.Stopwatch, device: torch.device) -> tuple[float, tuple[float, float], float]:
+def _copies(effort: Effort, clock: Stopwatch, device: torch.device) -> tuple[float, tuple[float, float], float]:
     """The bytes per second of a copy on the device (read and written), those from and to the host, and the factor by
     which a product takes longer beside such a copy."""
     kind = devices.device_kind(device)

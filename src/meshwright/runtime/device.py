@@ -5,7 +5,7 @@ A dry run has a kind of its own (``runtime/rehearsal.py``), which stands in for 
 
 import ctypes
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.comm.record import Timeline
+from meshwright.comm.record import Operation, Timeline, copying
+from meshwright.comm.symmetric_memory import symmetric_groups
+from meshwright.ir.mesh import AxisGroup
 from meshwright.runtime.cuda_graphs import CudaGraphs, Graphs
 from meshwright.runtime.memory import OwnMemory, has_own_memory
-from meshwright.torch_private import keep_gpu_busy
 
 CPU = torch.device("cpu")
 
@@ -91,6 +92,10 @@ class DeviceKind(Protocol):
     def graphs(self) -> Graphs | None:
         """The graphs of a trainer's steps; None if the device does not run behind the host."""
 
+    def symmetric(self, groups: Iterable[AxisGroup]) -> frozenset[str]:
+        """The names of the groups whose devices run products in memory that they share. All ranks of the groups must
+        call this."""
+
 
 class CpuKind:
     """A CPU: all work is done when its call returns."""
@@ -125,6 +130,10 @@ class CpuKind:
         """None: nothing is launched."""
         return None
 
+    def symmetric(self, groups: Iterable[AxisGroup]) -> frozenset[str]:
+        """None."""
+        return frozenset()
+
 
 class CudaKind:
     """A CUDA device, which runs its streams while the host goes on."""
@@ -154,25 +163,43 @@ class CudaKind:
         return event
 
     def timeline(self) -> Timeline | None:
-        """Events on the stream of the kernels."""
+        """Events on the streams of kernels, copies and communication."""
         return _CudaTimeline(self.device)
 
     def graphs(self) -> Graphs | None:
         """CUDA graphs."""
         return self._graphs
 
+    def symmetric(self, groups: Iterable[AxisGroup]) -> frozenset[str]:
+        """The groups within a box whose GPUs reach each other's memory."""
+        return symmetric_groups(groups, self.device)
+
 
 class _CudaTimeline:
+    """The streams of ``mark_end`` have a high priority only to come from another pool than those of copies and of NCCL:
+    PyTorch hands out 32 streams in turn, and two users of one stream would wait for each other."""
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._beside: dict[str, torch.cuda.Stream] = {}
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
+    def mark_end(self, lane: str, operations: Sequence[Operation]) -> torch.cuda.Event:
+        if lane not in self._beside:
+            self._beside[lane] = torch.cuda.Stream(self._device, priority=-1)
+        with torch.cuda.stream(self._beside[lane]):
+            for operation in operations:
+                operation.block_current_stream()
+            return self.mark()
+
     def times_s(self, marks: Sequence[Any]) -> list[float]:
-        last = self.mark()
+        for mark in marks:
+            mark.synchronize()
+        last = self.mark()  # after all others, on whatever streams they are
         last.synchronize()
         now_s = time.perf_counter()
         return [now_s - float(mark.elapsed_time(last)) / 1e3 for mark in marks]
@@ -201,53 +228,6 @@ class _CudaCopies:
         self._stream.synchronize()
 
 
-class Stopwatch:
-    """Measures the seconds of work on a device, by the device's own clock if it runs behind the host."""
-
-    LEAST_S, MOST_CALLS = 2e-3, 200
-    QUEUED_CYCLES = 20_000_000
-    """Clock cycles of a GPU (about 10 ms) that it spends before queued work, so that the host is ahead of it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def settle(self) -> None:
-        """Let the host wait for the device."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
-    def seconds(self, work: Callable[[], object]) -> float:
-        """The seconds of some work that is launched now."""
-        if self._device.type != "cuda":
-            begun = time.perf_counter()
-            work()
-            return time.perf_counter() - begun
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record(torch.cuda.current_stream(self._device))
-        work()
-        end.record(torch.cuda.current_stream(self._device))
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3
-
-    def queued(self, work: Callable[[], object]) -> float:
-        """The seconds of work that has been launched before the device begins it."""
-        if self._device.type == "cuda":
-            keep_gpu_busy(self.QUEUED_CYCLES)
-        return self.seconds(work)
-
-    def each(self, call: Callable[[], object], calls: int = 0) -> float:
-        """The seconds of a call, when several are queued in a row: so many, or as many as give a few milliseconds."""
-        call()
-        once_s = max(self.seconds(call), 1e-7)
-        calls = calls or max(2, min(self.MOST_CALLS, int(self.LEAST_S / once_s)))
-
-        def several() -> None:
-            for _ in range(calls):
-                call()
-
-        return self.queued(several) / calls
-
-
 def device_kind(device: torch.device) -> DeviceKind:
     """The kind of a device of this machine."""
     return CudaKind(device) if device.type == "cuda" else CpuKind(device)
@@ -270,7 +250,7 @@ class InputCopies:
             return value.to(self._kind.device, non_blocking=True)
         if not value.is_pinned():
             value = self._kind.pinned(value).copy_(value)
-        with self._copies.entered():
+        with self._copies.entered(), copying("inputs", value.nbytes):
             copied = value.to(self._kind.device, non_blocking=True)
         self._copies.hold_kernels()
         self._copies.lend(copied)

@@ -1,4 +1,5 @@
-"""Names errors of a GPU within a step: its memory is full, it was lost, or one of its kernels read out of bounds."""
+"""Names errors of a GPU within a step: its memory is full, it was lost, one of its kernels read out of bounds, or NCCL
+could not start."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -9,24 +10,25 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from meshwright.errors import DeviceError, DeviceMemoryError, MeshwrightError
+from meshwright.comm.transport.base import OWN_ERROR
+from meshwright.errors import DeviceError, DeviceMemoryError, LostRankError, MeshwrightError
 from meshwright.ir.units import size
 from meshwright.runtime.device import DeviceKind
 from meshwright.runtime.executor import Executor
+from meshwright.runtime.failures import LOOK_AT_DEVICE
 from meshwright.runtime.state import LocalParameters
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _ASKED = re.compile(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
 _FREE = re.compile(r"of which ([\d.]+) (bytes|KiB|MiB|GiB) is free")
 _CUDA = re.compile(r"CUDA (?:driver )?error: ([^\n]+)")
+_NCCL = re.compile(r"\b(nccl[A-Z]\w*): [^\n]*(?:\nLast error:\n([^\n]+))?")
+"""NCCL's error in a DistBackendError of PyTorch: its name, and what NCCL says of it."""
+_OF_OTHERS = ("ncclRemoteError", "ncclSystemError")
 _OUT_OF_BOUNDS = ("device-side assert", "illegal memory access", "misaligned address")
 _LOOK_AT_BATCH = (
     "often a label or a token is not below the number of classes or words: run the batch on the CPU, which names the "
     "operator"
-)
-_LOOK_AT_DEVICE = (
-    "run again, which goes on from the last checkpoint; `nvidia-smi` and `dmesg | grep Xid` tell whether the GPU is "
-    "lost: leave it out with CUDA_VISIBLE_DEVICES then"
 )
 
 
@@ -49,8 +51,8 @@ class Holder(Protocol):
 
 @contextmanager
 def explained(trainer: Holder) -> Iterator[None]:
-    """Raise errors of the device within a step as a DeviceMemoryError, which names what holds the memory, or as a
-    DeviceError."""
+    """Raise errors of the device and of NCCL within a step as a DeviceMemoryError, which names what holds the memory,
+    as a DeviceError, or as a LostRankError if another rank or the network failed."""
     try:
         yield
     except MeshwrightError:
@@ -58,9 +60,11 @@ def explained(trainer: Holder) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise _full(trainer, str(error)) from error
     except RuntimeError as error:
-        if (found := _CUDA.search(str(error))) is None:
+        if _needs_buffers(str(error)):
+            raise _full(trainer, str(error), " for buffers of NCCL") from error
+        if (named := named_error(str(error), _place(trainer))) is None:
             raise
-        raise _failed(trainer, found[1].strip()) from error
+        raise named from error
 
 
 def holders(trainer: Holder) -> dict[str, int]:
@@ -98,10 +102,32 @@ def _bytes_of(values: Iterable[object], seen: set[int]) -> int:
     return total
 
 
-def _full(trainer: Holder, text: str) -> DeviceMemoryError:
+def _needs_buffers(text: str) -> bool:
+    """Whether NCCL found no memory on the device."""
+    found = _NCCL.search(text)
+    return found is not None and "out of memory" in (found[2] or "")
+
+
+def named_error(text: str, where: str) -> MeshwrightError | None:
+    """The error of CUDA, or of a collective or message that NCCL did not start, with its remedy; None if the text is of
+    another error."""
+    if (found := _NCCL.search(text)) is None:
+        other = _CUDA.search(text)
+        return _failed(other[1].strip(), where) if other is not None else None
+    kind, last = found[1], (found[2] or "").strip()
+    told = f"{kind}: {last}" if last else kind
+    if kind in _OF_OTHERS:
+        return LostRankError(f"NCCL lost another rank or the network ({told})", where=where, remedy=OWN_ERROR)
+    if kind == "ncclUnhandledCudaError":
+        return _failed(told, where)
+    remedy = "run with NCCL_DEBUG=INFO, which says why, on every rank"
+    return DeviceError(f"NCCL failed ({told})", where=where, remedy=remedy)
+
+
+def _full(trainer: Holder, text: str, asks: str = "") -> DeviceMemoryError:
     held = holders(trainer)
     wanted, free = _parsed(_ASKED, text), _parsed(_FREE, text)
-    asks = f" for {size(wanted)} more" if wanted else ""
+    asks = f" for {size(wanted)} more" if wanted else asks
     change = trainer.smaller(max(1, wanted - free)) if trainer.smaller is not None else ""
     return DeviceMemoryError(
         f"its memory is full, and has no room{asks}: {_told(held)}",
@@ -119,13 +145,13 @@ def _parsed(pattern: re.Pattern[str], text: str) -> int:
     return round(float(found[1]) * _UNITS[found[2]]) if found is not None else 0
 
 
-def _failed(trainer: Holder, text: str) -> DeviceError:
+def _failed(text: str, where: str) -> DeviceError:
     if any(mark in text for mark in _OUT_OF_BOUNDS):
         problem = f"a kernel read or wrote out of bounds ({text})"
         remedy = _LOOK_AT_BATCH
     else:
-        problem, remedy = f"the device failed ({text})", _LOOK_AT_DEVICE
-    return DeviceError(problem, where=_place(trainer), remedy=remedy)
+        problem, remedy = f"the device failed ({text})", LOOK_AT_DEVICE
+    return DeviceError(problem, where=where, remedy=remedy)
 
 
 def _place(trainer: Holder) -> str:

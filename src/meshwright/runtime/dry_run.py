@@ -16,8 +16,9 @@ from meshwright.ir.dry_run import Finding
 from meshwright.ir.plan import Plan
 from meshwright.runtime.fake_operators import DEVICE, UnfollowableError
 from meshwright.runtime.optimizer import OptimizerFactory
-from meshwright.runtime.rehearsal import SET_UP, Rehearsal, failed_at
+from meshwright.runtime.rehearsal import SET_UP, Rehearsal
 from meshwright.runtime.rehearsed_kind import RehearsedKind
+from meshwright.runtime.rehearsed_line import failed_at
 from meshwright.runtime.trainer import Replan, Trainer
 from meshwright.schedules.rendezvous import Awaited, Started
 from meshwright.torch_private import FakeStore
@@ -37,8 +38,8 @@ class Rehearsed(NamedTuple):
 
 
 class Job(NamedTuple):
-    """The arguments of the trainers of a dry run, equal on all ranks. ``dtypes``: those in which the device
-    computes."""
+    """The arguments of the trainers of a dry run, equal on all ranks. ``dtypes``: those in which the device computes.
+    ``box``: the number of GPUs of a box."""
 
     model: nn.Module
     loss_fn: Callable[..., Any]
@@ -50,6 +51,7 @@ class Job(NamedTuple):
     max_grad_norm: float | None = None
     seed: int = 0
     dtypes: frozenset[str] = frozenset()
+    box: int = 1
 
 
 def rehearse(job: Job, rank: int) -> Rehearsed:
@@ -82,7 +84,7 @@ def _trainer(job: Job, rehearsal: Rehearsal) -> Trainer:
     trainer = Trainer(
         _fake_model(job.model), job.loss_fn, job.captured, job.plan, optimizer=job.optimizer,
         max_grad_norm=job.max_grad_norm, seed=job.seed, device=DEVICE, replan=job.replan, rules=job.captured.rules,
-        kind=RehearsedKind(rehearsal),
+        kind=RehearsedKind(rehearsal, job.box),
     )  # fmt: skip
     for group in trainer.optimizer.param_groups:
         if group.get("foreach", False) is None and not group.get("fused"):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.comm.record import COMMUNICATION, COMPUTE, WAIT, SpanRecorder, be_at, current
+from meshwright.comm.record import COMMUNICATION, COMPUTE, WAIT, Moment, SpanRecorder, be_at, current
 from meshwright.comm.transport.base import Arrival, Channel, Work
 from meshwright.compress.coder import Coder, coder_of, draw_of
 from meshwright.compress.vector import coded_bytes, decode, encoded
@@ -99,7 +99,7 @@ class Executor:
             ActionKind.REDUCE_GRAD: self._reduce,
         }
         self._recorder = SpanRecorder()
-        self._begun = 0.0  # the start of the current action, after waiting for received values
+        self._begun: Moment = 0.0  # the start of the current action, after waiting for received values
         self.live_activations = 0
 
     def run(
@@ -113,14 +113,14 @@ class Executor:
         self._recorder = note = current() or SpanRecorder()
         self.live_activations = 0
         self._keys = keys
-        self._begun = time.perf_counter()
+        self._begun = begun_s = time.perf_counter()
         self._codecs.begin()
         if self._graphs is not None:
             self._capture(self._graphs, parameters, buffers)
         for number, stage in self.stages.items():
             self._be_at(number)
             self._begin(stage, parameters, buffers, inputs)
-        alone = self._clock.note(note, self._begun)
+        alone = self._clock.note(note, begun_s)
         for action in self._ordered():
             self._begun = time.perf_counter()
             self._be_at(action.stage, action.microbatch)
@@ -332,6 +332,8 @@ class Executor:
         live = self._live.setdefault((action.stage, microbatch), {})
         live.update(self._handed.pop((action.stage, microbatch, kind), {}))
         coming = self._coming.pop((action.stage, microbatch, kind), ())
+        if coming:
+            self._begun = self._recorder.moment(time.perf_counter())
         for name, whole, route, arrivals in coming:
             for arrival in arrivals:
                 arrival.wait()
@@ -343,7 +345,7 @@ class Executor:
                 arrival.wait()
             live[name] = whole
         if coming:
-            arrived = time.perf_counter()
+            arrived = self._recorder.moment(time.perf_counter())
             self._recorder.span(WAIT, f"{action.stage}{kind}{microbatch}", self._begun, arrived)
             self._begun = arrived
         return live

@@ -128,6 +128,8 @@ def first_failure(directory: Path, num_ranks: int, rank: int, exit_code: int, wa
             f"the ends of {log.parent}/*.log and *.status tell which; MESHWRIGHT_TIMEOUT_S sets how long ranks wait"
         )
         return _failed(f"rank {rank} {waited} {doing}".rstrip(), remedy, doing)
+    if lost := lost_device(log):
+        return _failed(f"rank {rank} lost its GPU {doing}".rstrip() + f": {lost}", LOOK_AT_DEVICE, doing)
     signals = {known.value: known.name for known in signal.Signals}
     killer = signals.get(-exit_code, f"signal {-exit_code}")
     end = f"was killed by {killer}" if exit_code < 0 else f"ended with exit code {exit_code}"
@@ -150,6 +152,19 @@ def nccl_timeout(log: Path) -> str:
     return (
         f"waited {int(waited_ms) / 1000:.0f} s in NCCL's {kind.lower()} number {number}, to which a rank did not come,"
     )
+
+
+_LOST_DEVICE = re.compile(r"watchdog thread terminated with exception: CUDA error: ([^\n]+)")
+LOOK_AT_DEVICE = (
+    "run again, which goes on from the last checkpoint; `nvidia-smi` and `dmesg | grep Xid` tell whether the GPU is "
+    "lost: leave it out with CUDA_VISIBLE_DEVICES then"
+)
+
+
+def lost_device(log: Path) -> str:
+    """The error of CUDA that a rank's log has if NCCL's watchdog met it first and ended the rank; otherwise empty."""
+    found = _LOST_DEVICE.search(log.read_text(errors="replace")) if log.exists() else None
+    return found[1].strip() if found else ""
 
 
 def as_error(failure: Failure, directory: Path) -> MeshwrightError:

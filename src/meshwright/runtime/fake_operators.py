@@ -28,6 +28,8 @@ DEVICE = torch.device("cuda", 0)
 
 def workspace_bytes(function: Any, args: Any) -> int:
     """Bytes that an operator's kernel allocates itself, beside its results."""
+    if function.name() == "symm_mem::fused_matmul_reduce_scatter":  # the terms of all ranks
+        return int(args[0].shape[0] * args[1].shape[1] * args[0].itemsize)
     if function not in _ATTENTION_BACKWARD:
         return 0
     _, query, key, value = args[:4]
@@ -62,7 +64,12 @@ BY_VALUES: dict[Any, Callable[..., Any] | None] = {
 }
 """Maps an operator whose result, or its shape, depends on values to its largest result, as far as that is known. The
 host waits for the device in each of them."""
-_NO_KERNEL = tuple(f"{name}." for name in (*PRODUCTS, "aten.convolution", "aten.convolution_backward"))
+_NO_KERNEL = tuple(
+    f"{name}." for name in (
+        *PRODUCTS, "aten.convolution", "aten.convolution_backward", "symm_mem.fused_all_gather_matmul",
+        "symm_mem.fused_matmul_reduce_scatter",
+    )
+)  # fmt: skip
 """The beginnings of the names of operators that have CUDA kernels for floating-point numbers only."""
 _ATTENTION_BACKWARD = {
     aten._flash_attention_backward.default: 2,

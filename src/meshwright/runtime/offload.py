@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from meshwright.comm.record import copying
 from meshwright.runtime.device import DeviceKind, within
 
 CHUNK_BYTES = 2**26
@@ -57,8 +58,9 @@ class Offloader:
             self._copies.hold_kernels()
 
     def _bring(self, optimizer: Optimizer, chunk: Sequence[nn.Parameter]) -> None:
-        with within(self._copies):
-            for parameter, state, key, value in _moved(optimizer, chunk):
+        moved = [*_moved(optimizer, chunk)]
+        with within(self._copies), copying("optimizer state to the device", _bytes_of(moved)):
+            for parameter, state, key, value in moved:
                 host = self._host.get((parameter, key))
                 if host is not value:  # newly made, or loaded from a checkpoint
                     host = self._kept(parameter, key, value)
@@ -67,8 +69,9 @@ class Offloader:
     def _send(self, optimizer: Optimizer, chunk: Sequence[nn.Parameter]) -> None:
         if self._copies is not None:
             self._copies.wait_for_kernels()
-        with within(self._copies):
-            for parameter, state, key, value in _moved(optimizer, chunk):
+        moved = [*_moved(optimizer, chunk)]
+        with within(self._copies), copying("optimizer state to the host", _bytes_of(moved)):
+            for parameter, state, key, value in moved:
                 state[key] = self._kept(parameter, key, value)
 
     def _kept(self, parameter: nn.Parameter, key: str, value: Tensor) -> Tensor:
@@ -103,6 +106,10 @@ def chunks(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
         result[-1].append(parameter)
         filled += parameter.nbytes
     return result
+
+
+def _bytes_of(moved: Sequence[tuple[nn.Parameter, dict[str, Any], str, Tensor]]) -> int:
+    return sum(value.nbytes for _, _, _, value in moved)
 
 
 def _moved(

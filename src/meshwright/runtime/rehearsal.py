@@ -13,15 +13,10 @@ below autograd, and notes
 After a finding the rank goes on as if the value were zero (true, if it is a truth value), so that one run finds all.
 """
 
-import contextlib
-import os
-import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -29,9 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.comm.record import place
+from meshwright.comm.record import Operation, place
 from meshwright.ir.dry_run import Finding, FindingKind
-from meshwright.runtime import fake_operators, unguarded
 from meshwright.runtime.fake_operators import (
     BY_VALUES,
     DEVICE,
@@ -46,7 +40,9 @@ from meshwright.runtime.fake_operators import (
     workspace_bytes,
     written,
 )
+from meshwright.runtime.rehearsed_line import running_line
 from meshwright.runtime.rehearsed_memory import DeviceMemory, Pool
+from meshwright.runtime.rehearsed_work import Done, Mark
 from meshwright.runtime.unguarded import Unguarded
 from meshwright.schedules.rendezvous import Awaited, Message, Started, communicator
 from meshwright.torch_private import (
@@ -55,6 +51,7 @@ from meshwright.torch_private import (
     TorchDispatchMode,
     Work,
     pytree,
+    resolve_process_group,
 )
 
 aten = torch.ops.aten
@@ -72,22 +69,6 @@ class _Found:
     times: int = 1
 
 
-class _Done(Work):
-    """An operation of torch.distributed that has ended, and that notes when somebody waits for it."""
-
-    def __init__(self, waited: Callable[["_Done"], None]) -> None:
-        super().__init__()
-        self._waited = waited
-        self.writes: dict[int, str] = {}
-
-    def wait(self, timeout: object = None) -> bool:
-        self._waited(self)
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-
 class Rehearsal(TorchDispatchMode):
     """Watches the operators of one rank, on top of a ``FakeTensorMode``. ``moment`` names what the rank does now."""
 
@@ -103,6 +84,8 @@ class Rehearsal(TorchDispatchMode):
         self._works: list[Work] = []
         self.pinned: weakref.WeakSet[Any] = weakref.WeakSet()
         self._copies = False
+        self._beside: list[int] | None = None  # what a stream for the ends of operations waits for
+        self.marks: list[Mark] = []
         self._captured: list[Started | Awaited] | None = None
         self._kernels = 0
         self.on_their_way: set[int] = set()  # storages that copies write, and for which kernels do not wait yet
@@ -126,7 +109,7 @@ class Rehearsal(TorchDispatchMode):
         """Note a finding at the code that runs now."""
         if kind == "wait" and self.moment == SET_UP:
             return
-        finding = Finding(kind, what, where or _where(), self.moment, (self.rank,))
+        finding = Finding(kind, what, where or running_line(), self.moment, (self.rank,))
         key = (finding.kind, finding.what, finding.where, finding.moment)
         if key in self._found:
             self._found[key].times += 1
@@ -138,6 +121,7 @@ class Rehearsal(TorchDispatchMode):
         self.moment = moment
         self.memory.peak = self.memory.held
         self._works.clear()
+        self.marks.clear()
         self.unfinished.clear()
 
     # --- operators ---------------------------------------------------------------------------------------------------
@@ -184,6 +168,8 @@ class Rehearsal(TorchDispatchMode):
                 self.memory.hold(value)
                 if self._copies:
                     self.on_their_way.add(_storage(value))
+        if function.namespace == "symm_mem":
+            self._multiply_together(function, *args)
         self.memory.need(workspace_bytes(function, args))
         return result
 
@@ -197,6 +183,22 @@ class Rehearsal(TorchDispatchMode):
             yield
         finally:
             self._copies = False
+
+    def mark(self) -> Mark:
+        """Mark the current stream in a trace."""
+        if self._captured is not None:
+            self.note("error", "an event for a trace within a graph")
+        self.marks.append(Mark("copies" if self._copies else "kernels", self._number))
+        return self.marks[-1]
+
+    def mark_end(self, lane: str, operations: Sequence[Operation]) -> Mark:
+        """Mark the end of operations on a stream of its own, which waits for them; the kernels do not."""
+        self._beside = []
+        for operation in operations:
+            operation.block_current_stream()
+        self.marks.append(Mark(f"ends of {lane}", self._number, tuple(self._beside)))
+        self._beside = None
+        return self.marks[-1]
 
     @contextmanager
     def capturing(self, pool: Pool) -> Iterator[list[Started | Awaited]]:
@@ -275,7 +277,7 @@ class Rehearsal(TorchDispatchMode):
             message = Message(name == "send", ranks[args[position + 1]], dtype, value.numel())
             if self._batch is not None:
                 self._batch.append(message)
-                return Work.boxed(self._work(lambda: None))
+                return Work.boxed(self._work(self._number, lambda: None))
             pair = communicator(sorted((self.rank, message.peer)), f"of:{group.group_name}")
             return Work.boxed(self._start(pair, label, messages=(message,)))
         most = max(item.numel() for item in pytree.tree_leaves(args[:position]))
@@ -286,10 +288,26 @@ class Rehearsal(TorchDispatchMode):
         work = Work.boxed(started)
         return work if len(function._schema.returns) == 1 else (args[0], work)
 
+    def _multiply_together(self, function: Any, left: Tensor, *others: Any) -> None:
+        """Note a product in memory that devices share: a collective among the kernels, and the memory, which PyTorch
+        keeps."""
+        name, ranks = str(others[-1]), tuple(dist.get_process_group_ranks(resolve_process_group(others[-1])))
+        shared = left.nbytes
+        if function is torch.ops.symm_mem.fused_matmul_reduce_scatter.default:
+            shared = 2 * left.shape[0] // len(ranks) * others[0].shape[1] * left.itemsize
+        before = self.memory.shared.get(name, 0)
+        if shared > before and self._captured is not None:
+            self.note("error", f"{function} needs more shared memory within a graph")
+        self.memory.shared[name] = max(before, shared)
+        kind, dtype = function.name().partition("::")[2], str(left.dtype).removeprefix("torch.")
+        label = f"{kind} {_moment(self.moment)}"
+        group = communicator(ranks, "shared memory")
+        self._start(group, label, ranks=ranks, kind=kind, dtype=dtype, elements=left.numel()).wait()
+
     def _start(self, communicator: str, label: str, **what: Any) -> Any:
         number, before = self.number(), self._kernels
         self.started(Started(number, communicator, label, **what))
-        return self._work(lambda: self.started(Awaited(number, self._kernels - before)))
+        return self._work(number, lambda: self.started(Awaited(number, self._kernels - before)))
 
     def number(self) -> int:
         """The number of the next operation of torch.distributed."""
@@ -308,13 +326,16 @@ class Rehearsal(TorchDispatchMode):
         ranks = dist.get_process_group_ranks(group)
         return communicator(ranks, f"of:{group.group_name}" if len(ranks) == dist.get_world_size() else "")
 
-    def _work(self, waited: Callable[[], None]) -> Work:
-        def ended(work: _Done) -> None:
+    def _work(self, number: int, waited: Callable[[], None]) -> Work:
+        def ended(work: Done) -> None:
+            if self._beside is not None:
+                self._beside.append(work.number)
+                return
             for key in work.writes:
                 self.unfinished.pop(key, None)
             waited()
 
-        work = _Done(ended)
+        work = Done(number, ended)
         self._works.append(work)  # torch.distributed does not keep it
         return work
 
@@ -353,31 +374,3 @@ def _told(value: Tensor) -> str:
 def _moment(moment: str) -> str:
     here = place()
     return f"in {moment}" + f", {here}" * (here is not None)
-
-
-def _where() -> str:
-    """The innermost line of code outside of PyTorch and of a dry run's own, and the place in the schedule."""
-    return _line(frame for frame, _ in traceback.walk_stack(None))
-
-
-def failed_at(error: BaseException) -> str:
-    """The innermost line of code outside of PyTorch and of a dry run's own from which an error came."""
-    return _line(reversed([frame for frame, _ in traceback.walk_tb(error.__traceback__)]))
-
-
-def _line(frames: Iterable[FrameType]) -> str:
-    outside = (
-        str(Path(torch.__file__).parent),
-        __file__,
-        fake_operators.__file__,
-        unguarded.__file__,
-        contextlib.__file__,
-    )
-    frame = next((frame for frame in frames if not frame.f_code.co_filename.startswith(outside)), None)
-    text = ""
-    if frame is not None:
-        name, root = frame.f_code.co_filename, str(Path(__file__).parents[2])
-        name = "lowered step" if name.startswith("<eval_with_key>") else name.removeprefix(root + os.sep)
-        text = f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
-    here = place()
-    return text + f" ({here})" * (here is not None)

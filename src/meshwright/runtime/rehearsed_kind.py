@@ -1,13 +1,15 @@
 """The kind of a device that is not there: its streams and events only note what a dry run's rank asks of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from meshwright.comm.record import Timeline
+from meshwright.comm.record import Operation, Timeline
+from meshwright.comm.symmetric_memory import rehearsed_groups
+from meshwright.ir.mesh import AxisGroup
 from meshwright.runtime.cuda_graphs import Graphs
 from meshwright.runtime.device import CopyStream, Event
 from meshwright.runtime.fake_operators import DEVICE
@@ -16,13 +18,13 @@ from meshwright.runtime.rehearsed_graphs import RehearsedGraphs
 
 
 class RehearsedKind:
-    """Stands in for ``CudaKind``."""
+    """Stands in for ``CudaKind``. ``box``: the number of GPUs of a box, which reach each other's memory."""
 
     is_late = True
     device = DEVICE
 
-    def __init__(self, rehearsal: Rehearsal) -> None:
-        self._rehearsal, self._graphs = rehearsal, RehearsedGraphs(rehearsal)
+    def __init__(self, rehearsal: Rehearsal, box: int = 1) -> None:
+        self._rehearsal, self._graphs, self._box = rehearsal, RehearsedGraphs(rehearsal), box
 
     @property
     def memory_now(self) -> Callable[[], int] | None:
@@ -44,12 +46,16 @@ class RehearsedKind:
         return _Event(self._rehearsal, self._rehearsal.moment)
 
     def timeline(self) -> Timeline | None:
-        """None: nothing takes time."""
-        return None
+        """A clock that notes the order of marks, and that the rank may not read within a step."""
+        return _Timeline(self._rehearsal)
 
     def graphs(self) -> Graphs | None:
         """Graphs that launch nothing."""
         return self._graphs
+
+    def symmetric(self, groups: Iterable[AxisGroup]) -> frozenset[str]:
+        """The groups within a box."""
+        return rehearsed_groups(groups, self._box)
 
 
 @dataclass
@@ -65,6 +71,21 @@ class _Event:
     def synchronize(self) -> None:
         if self.moment == self.rehearsal.moment:
             self.rehearsal.note("wait", "the host waits for an event of the same step")
+
+
+@dataclass
+class _Timeline:
+    rehearsal: Rehearsal
+
+    def mark(self) -> object:
+        return self.rehearsal.mark()
+
+    def mark_end(self, lane: str, operations: Sequence[Operation]) -> object:
+        return self.rehearsal.mark_end(lane, operations)
+
+    def times_s(self, marks: Sequence[object]) -> list[float]:
+        self.rehearsal.note("wait", "the host reads the times of a trace")
+        return [float(index) for index in range(len(marks))]
 
 
 @dataclass

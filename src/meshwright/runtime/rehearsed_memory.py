@@ -23,18 +23,20 @@ class Pool:
 @dataclass
 class DeviceMemory:
     """The bytes of the storages on the device that live now, and the most since ``restart``. ``taken``: the pool that
-    new storages come from; None: they come from the device's usual memory."""
+    new storages come from; None: they come from the device's usual memory. ``shared``: the bytes that other devices
+    reach, by group."""
 
     usual: int = 0
     peak: int = 0
     known: dict[int, Any] = field(default_factory=dict)
     taken: Pool | None = None
+    shared: dict[str, int] = field(default_factory=dict)
     pools: "weakref.WeakSet[Pool]" = field(default_factory=weakref.WeakSet)
 
     @property
     def held(self) -> int:
-        """The bytes that live now, and those of pools."""
-        return self.usual + sum(pool.kept for pool in self.pools)
+        """The bytes that live now, those of pools, and those that are shared."""
+        return self.usual + sum(pool.kept for pool in self.pools) + sum(self.shared.values())
 
     def pool(self) -> Pool:
         """A new pool."""

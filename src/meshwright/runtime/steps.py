@@ -11,7 +11,6 @@ from meshwright.comm.device_channel import connect
 from meshwright.comm.groups import axis_groups, broadcast_along, channels, pipeline_group
 from meshwright.comm.member import name_sources
 from meshwright.comm.record import WAIT, current
-from meshwright.comm.symmetric_memory import symmetric_groups
 from meshwright.errors import GraphError, PlanError, Problem, ScheduleError, refuse
 from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.placement import Placements
@@ -25,7 +24,7 @@ from meshwright.lower.stage import lower_stage
 from meshwright.lower.static import moving_parts
 from meshwright.ops import collectives
 from meshwright.runtime.codec_memory import CodecMemory
-from meshwright.runtime.device import DeviceKind
+from meshwright.runtime.device import DeviceKind, device_kind
 from meshwright.runtime.executor import Executor, StepResult
 from meshwright.runtime.kernels import CAPTURED_KERNELS, KERNELS
 from meshwright.runtime.phase_clock import Clock
@@ -86,7 +85,8 @@ class Step:
         kind: DeviceKind | None = None,
     ) -> None:
         graph = captured.graph
-        graphs = kind.graphs() if kind is not None and plan.graphs else None
+        kind = kind or device_kind(device)
+        graphs = kind.graphs() if plan.graphs else None
         name_sources(graph.operators)
         scalars = {"loss": graph.loss, **graph.metrics}
         self._dtypes = {name: getattr(torch, graph.tensors[tensor].dtype) for name, tensor in scalars.items()}
@@ -107,7 +107,7 @@ class Step:
                 stage: lower_stage(
                     planned, stage, stage_groups, device=device, rules=captured.rules, constants=constants,
                     compiler=compiler, kernels=kernels, note=clock.begin,
-                    symmetric=symmetric_groups(stage_groups.values(), device) if plan.stages[stage].in_pieces else (),
+                    symmetric=kind.symmetric(stage_groups.values()) if plan.stages[stage].in_pieces else (),
                 )
                 for stage in self._places.stages_of(index)
             }  # fmt: skip

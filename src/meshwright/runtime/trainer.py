@@ -223,7 +223,8 @@ class Trainer(Stepwise):
         Every span belongs to a stream. The stream ``compute`` holds the preparation of data, the phases or actions of
         the schedule, gradient clipping and the optimizer. The stream ``communication`` holds collectives and sends. The
         stream ``wait`` holds the times during which computing waits for communication, ``data`` the wait for a batch.
-        Memory is sampled between spans. On CUDA, times are those of the device. ``ir.summary.summarize`` adds them up.
+        Memory is sampled between spans. On CUDA, times are those of the device's streams, and the stream ``copy`` holds
+        copies between host and device, which may begin before the step. ``ir.summary.summarize`` adds them up.
         With ``all_ranks``, every rank must call this method. Rank 0 compares all clocks with its own and returns the
         spans of all ranks on its own clock. Other ranks return their own spans.
         """

@@ -1,7 +1,7 @@
 """Interfaces for carrying bytes between two ranks: works, lanes and channels."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
@@ -30,13 +30,22 @@ def moves_streams(work: Work) -> bool:
     return bool(getattr(work, "moves_streams", False))
 
 
+def operations_of(work: "Work | None") -> "Iterator[dist.Work]":
+    """The operations of torch.distributed for which a work waits."""
+    if isinstance(work, dist.Work):
+        yield work
+    elif isinstance(work, UnderWay):
+        for each in work.works:
+            yield from operations_of(each)
+
+
 class UnderWay:
     """A Work that waits for other works, then calls ``finish``. It keeps the tensors ``kept`` alive.
 
     ``num_bytes`` is the number of received bytes, if it differs from the size of the result.
     """
 
-    __slots__ = ("_finish", "_kept", "_works", "num_bytes")
+    __slots__ = ("_finish", "_kept", "num_bytes", "works")
 
     def __init__(
         self,
@@ -45,17 +54,17 @@ class UnderWay:
         works: Iterable[Work | None] = (),
         num_bytes: int | None = None,
     ) -> None:
-        self._finish, self._kept, self._works, self.num_bytes = finish, kept, works, num_bytes
+        self._finish, self._kept, self.works, self.num_bytes = finish, kept, tuple(works), num_bytes
 
     @property
     def moves_streams(self) -> bool:
         """Whether ``wait`` keeps all streams of the rank moving: it waits only for works that do."""
-        works = [work for work in self._works if work is not None]
+        works = [work for work in self.works if work is not None]
         return bool(works) and all(moves_streams(work) for work in works)
 
     def wait(self) -> None:
         """Wait for the works, one after the other, then call ``finish``."""
-        for work in self._works:
+        for work in self.works:
             if work is not None:
                 work.wait()
         if self._finish is not None:

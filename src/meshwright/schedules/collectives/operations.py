@@ -193,8 +193,8 @@ def all_to_all(algorithm: str, counts: Counts) -> Steps:
     """The steps in which rank i sends ``counts[i][j]`` elements to rank j.
 
     The elements that a rank sends lie at the start of its memory, in the order of the receivers. The elements that it
-    receives lie in the order of the senders. They begin at the same position on all ranks, after the longest list of
-    sent elements.
+    receives lie in the order of the senders. They begin at the same position on all ranks: behind the sent elements
+    of the rank that sends most.
     """
     size = len(counts)
     _check("all_to_all", algorithm, size, min((value for row in counts for value in row), default=0))

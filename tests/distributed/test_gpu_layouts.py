@@ -1,0 +1,136 @@
+"""The layouts of ``make gpu`` on ranks of the CPU: each equals one process, and its dry run on GPUs is clean."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu import foretold, layouts, several
+from benchmarks.gpu.__main__ import SECONDS
+from benchmarks.gpu.context import Context
+from benchmarks.gpu.findings import lines_of
+from benchmarks.gpu.parts import PARTS
+from meshwright.ir.result import Check
+from tests.distributed import oracle
+from tests.distributed.pool import Ranks
+
+NEW = ("experts", "tp, products in pieces", "tp, products in shared memory")
+
+
+def context_at(folder: Path, name: str = "layouts") -> Context:
+    return Context(name, folder, 600.0, rehearse=True)
+
+
+def errors(folder: Path, names: tuple[str, ...], most: int) -> dict[str, Any]:
+    known = layouts.layouts(most)
+    return {name: layouts.error_of(context_at(folder), known[name]) for name in names}
+
+
+def test_layouts_have_the_ranks_that_are_there_and_all_kinds_of_parallelism() -> None:
+    for most in (2, 4, 8):
+        known = layouts.layouts(most)
+        assert set(layouts.by_ranks(known)) <= {2, 4, 8}
+        assert max(layouts.by_ranks(known)) == most
+        chosen = [checked.layout for checked in known.values()]
+        for axis in ("dp", "tp", "pp", "cp", "ep"):
+            assert any(getattr(layout, axis) > 1 for layout in chosen)
+        assert any(layout.sequence_parallel for layout in chosen)
+        assert any(checked.pieces and not checked.shared for checked in known.values())
+        shared = [checked for checked in known.values() if checked.shared]
+        assert shared
+        pieces = [checked for checked in known.values() if checked.pieces]
+        assert all(isinstance(each.layout.tp, int) and each.pieces % each.layout.tp == 0 for each in pieces)
+    assert set(layouts.layouts(2)) < set(layouts.layouts(4)) < set(layouts.layouts(8))
+
+
+def test_their_limits_fit_into_the_part() -> None:
+    """Also if every check lasts until its limit, and one GPU's parts before it do."""
+    (part,) = (part for part in PARTS if part.name == "ranks")
+    for most in (2, 4, 8):
+        of_ranks = layouts.by_ranks(layouts.layouts(most)).values()
+        assert sum(several.CHECK_S + several.EACH_S * len(names) for names in of_ranks) <= part.most_s
+    before = PARTS[: PARTS.index(part)]
+    assert sum(each.most_s for each in before) + part.least_s <= SECONDS
+
+
+def test_they_equal_one_process(ranks: Ranks, tmp_path: Path) -> None:
+    for found in ranks(2, errors, tmp_path, NEW, 2):
+        assert found.keys() == set(NEW)
+        assert all(error <= oracle.TOLERANCE for error in found.values())
+
+
+@pytest.mark.product
+def test_those_of_4_and_8_ranks_equal_one_process(ranks: Ranks, tmp_path: Path) -> None:
+    for most in (4, 8):
+        for number, names in layouts.by_ranks(layouts.layouts(most)).items():
+            for found in ranks(number, errors, tmp_path, tuple(names), most):
+                assert all(error <= oracle.TOLERANCE for error in found.values()), found
+
+
+def test_plans_that_are_measured_are_dry_run(ranks: Ranks, tmp_path: Path) -> None:
+    """A rehearsal measures no bytes: its dry runs are compared with nothing, and must be clean."""
+    kept = ranks(2, measured, tmp_path)[0]
+    context_at(tmp_path, "ranks-parity-2").keep(**kept)
+    context = context_at(tmp_path, "foretold")
+    foretold.several_layouts(context, 2)
+    (line,) = (line.finding for line in lines_of(tmp_path / "foretold.jsonl"))
+    assert isinstance(line, Check)
+    assert (line.passed, line.total, line.verdict) == (len(kept), len(kept), "pass"), line.notes
+    assert line.notes["tp"] == "not measured"
+    assert all(name.removesuffix(several.MEASURED) in line.notes for name in kept)
+
+
+def measured(folder: Path) -> dict[str, Any]:
+    known = layouts.layouts(2)
+    return {f"{name}{several.MEASURED}": layouts.measured(context_at(folder), known[name]) for name in NEW[::2]}
+
+
+def test_layouts_that_fail_do_not_take_others_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that die at the second layout are started again for those after it."""
+    context, started = context_at(tmp_path, "ranks"), []
+
+    def start(context: Context, ranks: int, what: str, limit_s: float) -> str:
+        names = what.removeprefix("parity:").split(";")
+        started.append(names)
+        notes = context_at(tmp_path, f"ranks-parity-{ranks}")
+        notes.keep(**dict.fromkeys(names[: names.index("b")] if "b" in names else names, 1e-12))
+        return "ranks [1] ended with an error" if "b" in names else ""
+
+    monkeypatch.setattr(several, "start", start)
+    told = several._checked(context, 2, ["a", "b", "c, d", "e"])
+    assert started == [["a", "b", "c, d", "e"], ["c, d", "e"]]
+    assert told == {"a": 1e-12, "b": "ranks [1] ended with an error", "c, d": 1e-12, "e": 1e-12}
+    found = several.parity(told | {"f": layouts.APART}, 2)
+    assert (found.verdict, found.passed, found.total) == ("fail", 3, 4)
+    assert several.parity({"a": 1e-12, "f": layouts.APART}, 2).verdict == "pass"
+
+
+def test_waits_are_counted_by_layout() -> None:
+    waits = "called a synchronizing CUDA operation"
+    found = several.without_waits({"a": {"waits": ""}, "b": {"waits": waits}, "c": None}, 2)
+    assert (found.verdict, found.passed, found.total) == ("fail", 1, 3)
+    assert found.notes == {"a": "none", "b": waits, "c": "not measured"}
+    assert several.without_waits({"a": {"waits": ""}}, 2).verdict == "pass"
+
+
+def test_a_wait_of_a_step_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's debug mode for synchronization raises a RuntimeError at such an operation."""
+    context, modes = context_at(tmp_path), list[str]()
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    class Waits:
+        def step(self, batch: Any) -> None:
+            raise RuntimeError("called a synchronizing CUDA operation\nat a line")
+
+    class Goes:
+        def step(self, batch: Any) -> None:
+            pass
+
+    trainers: list[Any] = [Waits(), Goes()]
+    assert layouts.waits_of(context, trainers[0], {}) == "", "a CPU has none"
+    context.device = torch.device("cuda", 0)
+    assert [layouts.waits_of(context, each, {}) for each in trainers] == ["called a synchronizing CUDA operation", ""]
+    assert modes == ["error", "default"] * 2
