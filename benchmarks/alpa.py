@@ -20,22 +20,33 @@ from meshwright.api.alpa import planned_pair
 from meshwright.bench.provenance import CHANGED
 from meshwright.ir.result import Check
 from meshwright.planner.inter_op.pipelines import ALIKE
-from meshwright.worked.alpa import EQUAL, MEDIAN, PAIRS, WINNERS, Compared, Found, Kind, Pair, lines_of, summary_of
+from meshwright.worked.alpa import (
+    EQUAL,
+    MEDIAN,
+    PAIRS,
+    WINNERS,
+    AlpaPair,
+    Compared,
+    Kind,
+    PlannerResult,
+    lines_of,
+    summary_of,
+)
 
 COMMAND = "make bench-alpa"
 KEPT = Path(__file__).parents[1] / "runs" / "alpa"
 
 
-def compared(pair: Pair) -> Compared:
+def compared(pair: AlpaPair) -> Compared:
     """The plans of a pair, from the files of this commit if they are there. Changed files have no commit of their
     own."""
     kept = KEPT / report.COMMIT / f"{pair.title}.json"
     if kept.exists():
-        return Compared(pair, msgspec.json.decode(kept.read_bytes(), type=dict[Kind, Found]))
+        return Compared(pair, msgspec.json.decode(kept.read_bytes(), type=dict[Kind, PlannerResult]))
     result = planned_pair(pair)
     if report.COMMIT and not report.COMMIT.endswith(CHANGED):
         kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_bytes(msgspec.json.encode(result.found))
+        kept.write_bytes(msgspec.json.encode(result.results))
     return result
 
 
@@ -83,18 +94,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for pair in PAIRS:
         if name in pair.title:
             results.append(compared(pair))
-            print(f"{pair.title}: {results[-1].found}", flush=True)
+            print(f"{pair.title}: {results[-1].results}", flush=True)
     if not results:
         parser.error(f"no pair has {name!r} in its name, such as {PAIRS[0].title!r}")
-    found = list(findings(results))
+    checks = list(findings(results))
     if not name:
-        write(found)
-    return report.alone(found)
+        write(checks)
+    return report.alone(checks)
 
 
-def write(found: Sequence[Check]) -> None:
+def write(checks: Sequence[Check]) -> None:
     """Write the result file."""
-    report.write("alpa", "Alpa's evaluation in predictions", COMMAND, "nothing", {}, found, TEXT)
+    report.write("alpa", "Alpa's evaluation in predictions", COMMAND, "nothing", {}, checks, TEXT)
 
 
 if __name__ == "__main__":

@@ -75,9 +75,9 @@ def outcomes(name: str, ranks: int) -> list[dict[str, Any]]:
     """Train at full size; what was reached, as the fields of ``Outcome`` with ``passed`` and ``text``."""
     torch.set_num_threads(1)
     with contextlib.redirect_stdout(io.StringIO()):
-        found = program(name).main(ranks)
+        reached = program(name).main(ranks)
     return [
-        {**outcome._asdict(), "passed": outcome.reached and outcome.better, "text": str(outcome)} for outcome in found
+        {**outcome._asdict(), "passed": outcome.reached and outcome.better, "text": str(outcome)} for outcome in reached
     ]
 
 
@@ -116,9 +116,9 @@ def on_ranks(application: Application, ranks: int, measure: Callable[..., Any], 
 def findings(application: Application, rounds: int) -> list[Finding]:
     """The quality that an application reaches on two ranks, and its speed-up."""
     name = application.program
-    found: list[Finding] = []
+    results: list[Finding] = []
     for outcome in on_ranks(application, RANKS, outcomes, name, RANKS):
-        found.append(
+        results.append(
             Accuracy(
                 target=f"{name}: {outcome['what']}, as good as its goal and better than {outcome['trivial']}",
                 verdict="pass" if outcome["passed"] else "fail",
@@ -130,17 +130,17 @@ def findings(application: Application, rounds: int) -> list[Finding]:
                 **{"most" if outcome["lower"] else "least": outcome["goal"]},
             )
         )
-    one, parameters = on_ranks(application, 1, timed, application, 1, rounds, STEPS)
-    two, _ = on_ranks(application, RANKS, timed, application, RANKS, rounds, STEPS)
-    found.append(
+    on_one, parameters = on_ranks(application, 1, timed, application, 1, rounds, STEPS)
+    on_two, _ = on_ranks(application, RANKS, timed, application, RANKS, rounds, STEPS)
+    results.append(
         report.speedup(
-            f"{name}: speed-up of two ranks over one ({application.split})", one, two, RANKS, None,
+            f"{name}: speed-up of two ranks over one ({application.split})", on_one, on_two, RANKS, None,
             base="the same program on one rank", unit="samples", work=float(application.samples),
             parameters=parameters, steps=STEPS,
             settings=(settings_name(application, 1), settings_name(application, RANKS)),
         )
     )  # fmt: skip
-    return found
+    return results
 
 
 # --- report ----------------------------------------------------------------------------------------------------------
@@ -168,8 +168,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results, rounds, whole = report.measured("python -m benchmarks.applications", __doc__, parts, ROUNDS, arguments)
     if not whole:
         return report.alone(results)
-    for one in results:
-        show(one)
+    for finding in results:
+        show(finding)
     how = f"""A training step of the program's own model, batch and AdamW in float32, with one thread a rank:
 {rounds} rounds of {STEPS} steps each after {WARMUP_STEPS} of warm-up, from when all ranks have met until the slowest is
 done. One rank and two ranks run one after the other. Making the batches is part of the step."""

@@ -148,18 +148,18 @@ def stress_finding() -> Check:
     with Ranks() as ranks:
         right = ranks(STRESS_RANKS, stressed, timeout=1800.0)
     share = STRESS_CALLS // STRESS_GROUPS
-    mine = [
+    expected = [
         share * sum(rank in members(number, STRESS_RANKS) for number in range(STRESS_GROUPS))
         for rank in range(STRESS_RANKS)
     ]
     return Check(
         target=f"{STRESS_RANKS} ranks, {STRESS_CALLS:,} random collectives on {STRESS_GROUPS} groups over threads: "
         "none wrong, none hangs",
-        verdict="pass" if right == mine else "fail",
+        verdict="pass" if right == expected else "fail",
         measured="right on each rank: "
-        + ", ".join(f"{one:,} of {all_:,}" for one, all_ in zip(right, mine, strict=True)),
+        + ", ".join(f"{count:,} of {calls:,}" for count, calls in zip(right, expected, strict=True)),
         passed=sum(right),
-        total=sum(mine),
+        total=sum(expected),
     )
 
 
@@ -172,7 +172,7 @@ PARTS: Mapping[str, Callable[[int], list[Finding]]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and write every target."""
-    found, rounds, whole = report.measured(COMMAND, __doc__, PARTS, ROUNDS, arguments)
+    results, rounds, whole = report.measured(COMMAND, __doc__, PARTS, ROUNDS, arguments)
     if whole:
         sizes = asdict(gpt_s().config) | {"batch": BATCH}
         settings = {name: Settings(dtype="float32", ranks=2, threads=1, sizes=sizes) for name in TRAINERS}
@@ -185,8 +185,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         timed = (
             "A training step, or a call of torch.distributed, from when all ranks have met until the slowest is done."
         )
-        report.write("backend", "PyTorch's trainers on our backend", COMMAND, timed, settings, found, text)
-    return report.alone(found)
+        report.write("backend", "PyTorch's trainers on our backend", COMMAND, timed, settings, results, text)
+    return report.alone(results)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from meshwright.ir.result import Check, Finding
 from meshwright.ir.statistics import ratio
 from meshwright.ops import collectives as operators
 from meshwright.runtime import launch
-from meshwright.runtime.between import OURS, Places, Sizes, boxes_of_world, sweeps
+from meshwright.runtime.between import OURS, MeasuredSizes, Places, boxes_of_world, sweeps
 from meshwright.runtime.measured import levels_of
 from meshwright.runtime.ranks import run_ranks
 from meshwright.schedules.collectives.choice import NATIVE, candidates, chosen, in_pieces
@@ -51,19 +51,21 @@ SLOW = 10
 UNEQUAL = (GBIT, GBIT, GBIT / 2, GBIT / 4)
 UNEQUAL_BYTES = 2**24
 SWEEPS = 5
-LINK_SIZES = Sizes(bytes=tuple(2**power for power in range(18, 27)), repeats=3, sweeps=1, operations=("all_reduce",))
+LINK_SIZES = MeasuredSizes(
+    bytes=tuple(2**power for power in range(18, 27)), repeats=3, sweeps=1, operations=("all_reduce",)
+)
 LINK_PREDICTED_SIZES = msgspec.structs.replace(LINK_SIZES, bytes=LINK_SIZES.bytes[:-1], sweeps=SWEEPS)
 LINK_PREDICTED = tuple(3 * 2**power for power in (18, 20, 22, 23))
 UNEQUAL_SIZES = msgspec.structs.replace(LINK_SIZES, bytes=LINK_SIZES.bytes[:-2], sweeps=SWEEPS)
 MEMORY_SIZES = msgspec.structs.replace(
-    Sizes(), bytes=Sizes().bytes[:-1], sweeps=10 * SWEEPS, operations=("all_reduce",)
+    MeasuredSizes(), bytes=MeasuredSizes().bytes[:-1], sweeps=10 * SWEEPS, operations=("all_reduce",)
 )
 MEMORY_PREDICTED = tuple(3 * 2**power for power in (10, 13, 17, 19, 21, 23))
 AGAIN = (2**15, 2**19, 2**21, 2**23)
 """Bytes that the table has: how far they are off when they are measured again is what the machine drifts."""
 
 
-class Found(msgspec.Struct, frozen=True):
+class BoxTimes(msgspec.Struct, frozen=True):
     """What ranks measured: the table; seconds by bytes and side, a figure a round; what the table says to take, and
     that it takes, by bytes."""
 
@@ -76,7 +78,7 @@ class Found(msgspec.Struct, frozen=True):
 # --- on every rank ---------------------------------------------------------------------------------------------------
 
 
-def measure(table: Sizes, sizes: Sequence[int], crossing: bool) -> Found:
+def measure(table: MeasuredSizes, sizes: Sequence[int], crossing: bool) -> BoxTimes:
     """The table; and by turns, after each of its sweeps, every algorithm that may be taken, at other sizes; or,
     where ``crossing``, what is picked and a ring that leaves its box at every hop, ``ROUNDS`` times."""
     torch.set_num_threads(1)
@@ -98,14 +100,14 @@ def measure(table: Sizes, sizes: Sequence[int], crossing: bool) -> Found:
                     steps = max(1, min(MOST_STEPS, round(BLOCK_S / fastest_s)))
                     rounds = ROUNDS if crossing else max(1, min(ROUNDS, round(TURN_S / (steps * fastest_s))))
                     turns[size] = partial(alternate, sides, rounds=rounds, steps=steps, warmup_steps=1)
-                for name, found in turns[size]().items():
-                    seconds[size].setdefault(name, []).extend(found)
-    return Found(tuple(rows), seconds, picked, predicted)
+                for name, side_s in turns[size]().items():
+                    seconds[size].setdefault(name, []).extend(side_s)
+    return BoxTimes(tuple(rows), seconds, picked, predicted)
 
 
 def _predicted(network: Network, group: Group, names: Sequence[str], num_bytes: int) -> dict[str, float]:
     times = {name: network.measured_s("all_reduce", name, num_bytes, group) for name in names}
-    return {name: one for name, one in times.items() if one is not None}
+    return {name: time_s for name, time_s in times.items() if time_s is not None}
 
 
 def known(rows: list[CollectiveTiming], boxes: int, each: int, base: Cluster | None = None) -> Cluster:
@@ -162,36 +164,36 @@ def _call(group: dist.ProcessGroup, name: str, num_bytes: int) -> Callable[[], o
 
 def two_boxes() -> list[Finding]:
     """2 boxes of 2, 1 Gbit/s: against the ring and the bound, and as predicted."""
-    found = _in_boxes((0, 0, 1, 1), (GBIT, GBIT), LINK_SIZES, (LARGE_BYTES,), crossing=True)
-    seconds, pick = found.seconds[LARGE_BYTES], found.picked[LARGE_BYTES]
+    measured = _in_boxes((0, 0, 1, 1), (GBIT, GBIT), LINK_SIZES, (LARGE_BYTES,), crossing=True)
+    seconds, pick = measured.seconds[LARGE_BYTES], measured.picked[LARGE_BYTES]
     name = "2 boxes x 2 ranks, emulated 1 Gbit/s, 64 MiB"
-    mine, ring = (statistics.median(seconds[side]) for side in (pick, "flat ring"))
+    pick_s, ring = (statistics.median(seconds[side]) for side in (pick, "flat ring"))
     bound_s = 8 * LARGE_BYTES / GBIT
     results = [
         _check(
             f"{name}: a flat ring that leaves its box at every hop takes at least {FASTER} x as long",
-            ring >= FASTER * mine,
+            ring >= FASTER * pick_s,
             f"{ratio(seconds['flat ring'], seconds[pick])}, by {pick}",
         ),
         _check(
             f"{name}: at most {OF_THE_BOUND:g} x what the link takes for the bytes that must cross it",
-            mine <= OF_THE_BOUND * bound_s,
-            f"{mine / bound_s:.3f}",
+            pick_s <= OF_THE_BOUND * bound_s,
+            f"{pick_s / bound_s:.3f}",
         ),
         _check(f"{name}: picked unaided, an algorithm along levels", "@2x2" in pick, pick),
     ]
-    found = _in_boxes((0, 0, 1, 1), (GBIT, GBIT), LINK_PREDICTED_SIZES, LINK_PREDICTED)
-    return [*results, predicted("2 boxes x 2 ranks, emulated 1 Gbit/s", found)]
+    measured = _in_boxes((0, 0, 1, 1), (GBIT, GBIT), LINK_PREDICTED_SIZES, LINK_PREDICTED)
+    return [*results, predicted("2 boxes x 2 ranks, emulated 1 Gbit/s", measured)]
 
 
 def four_boxes() -> list[Finding]:
     """4 boxes whose links are unequal: is the pick the best?"""
-    found = _in_boxes((0, 1, 2, 3), UNEQUAL, UNEQUAL_SIZES, (UNEQUAL_BYTES,))
-    seconds, pick = found.seconds[UNEQUAL_BYTES], found.picked[UNEQUAL_BYTES]
+    measured = _in_boxes((0, 1, 2, 3), UNEQUAL, UNEQUAL_SIZES, (UNEQUAL_BYTES,))
+    seconds, pick = measured.seconds[UNEQUAL_BYTES], measured.picked[UNEQUAL_BYTES]
     medians = {side: statistics.median(each) for side, each in seconds.items()}
     best = min(medians, key=medians.__getitem__)
     times = ", ".join(
-        f"{side} {value / medians[best]:.3f}" for side, value in sorted(medians.items(), key=lambda one: one[1])
+        f"{side} {value / medians[best]:.3f}" for side, value in sorted(medians.items(), key=lambda pair: pair[1])
     )
     rates = ", ".join(f"{rate / GBIT:g}" for rate in UNEQUAL)
     return [
@@ -207,27 +209,27 @@ def in_one_box() -> list[Finding]:
     """2 ranks that share memory, as predicted."""
     sizes = (*MEMORY_PREDICTED, *AGAIN)
     with tempfile.TemporaryDirectory() as name:
-        found = run_ranks(measure, MEMORY_SIZES, sizes, False, num_ranks=2, directory=Path(name))
-    again = statistics.median(map(abs, _off(found, AGAIN).values()))
-    return [predicted("2 ranks of one box", found, f"; sizes of the table, measured again: median {again:.1%}")]
+        measured = run_ranks(measure, MEMORY_SIZES, sizes, False, num_ranks=2, directory=Path(name))
+    again = statistics.median(map(abs, _off(measured, AGAIN).values()))
+    return [predicted("2 ranks of one box", measured, f"; sizes of the table, measured again: median {again:.1%}")]
 
 
-def _off(found: Found, sizes: Sequence[int]) -> dict[tuple[str, int], float]:
+def _off(measured: BoxTimes, sizes: Sequence[int]) -> dict[tuple[str, int], float]:
     """How far the table's times are from what was measured, by our algorithms and by bytes."""
     return {
-        (name, num_bytes): found.predicted[num_bytes][name] / statistics.median(each) - 1
+        (name, num_bytes): measured.predicted[num_bytes][name] / statistics.median(each) - 1
         for num_bytes in sizes
-        for name, each in found.seconds[num_bytes].items()
-        if name != NATIVE and name in found.predicted[num_bytes]
+        for name, each in measured.seconds[num_bytes].items()
+        if name != NATIVE and name in measured.predicted[num_bytes]
     }
 
 
-def predicted(where: str, found: Found, beside: str = "") -> Finding:
+def predicted(where: str, measured: BoxTimes, beside: str = "") -> Finding:
     """The table's times, at sizes that it does not have."""
-    off = _off(found, [size for size in found.seconds if size not in AGAIN])
+    off = _off(measured, [size for size in measured.seconds if size not in AGAIN])
     worst = max(off, key=lambda key: abs(off[key]))
     median = statistics.median(map(abs, off.values()))
-    inside = sum(abs(one) <= OFF for one in off.values())
+    inside = sum(abs(error) <= OFF for error in off.values())
     return Check(
         target=f"{where}: times predicted from the table within {OFF:.0%} of measured, median {OFF_MEDIAN:.0%}",
         verdict="pass" if inside == len(off) and median <= OFF_MEDIAN else "fail",
@@ -246,8 +248,13 @@ def _check(target: str, right: bool, measured: str) -> Check:
 
 
 def _in_boxes(
-    boxes: tuple[int, ...], rates: tuple[float, ...], table: Sizes, sizes: Sequence[int], *, crossing: bool = False
-) -> Found:
+    boxes: tuple[int, ...],
+    rates: tuple[float, ...],
+    table: MeasuredSizes,
+    sizes: Sequence[int],
+    *,
+    crossing: bool = False,
+) -> BoxTimes:
     with tempfile.TemporaryDirectory() as name:
         return run_in_boxes(
             measure, table, tuple(sizes), crossing, boxes=boxes, rates_bits_per_s=rates, directory=Path(name)
@@ -269,7 +276,7 @@ def main() -> int:
     """Measure and print; names on the command line are of ``PARTS``."""
     if not sys.argv[1:]:
         return alone(findings())
-    return max(alone(PARTS[one]()) for one in sys.argv[1:])
+    return max(alone(PARTS[part]()) for part in sys.argv[1:])
 
 
 if __name__ == "__main__":

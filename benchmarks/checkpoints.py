@@ -269,13 +269,13 @@ def reshard(rounds: int) -> list[Finding]:
         with Ranks() as ranks:
             ranks(4, save_large, str(directory / "ckpt"), timeout=1800.0)
         with Ranks() as ranks:
-            found = ranks(2, load_large, str(directory / "ckpt"), timeout=1800.0)
+            memories = ranks(2, load_large, str(directory / "ckpt"), timeout=1800.0)
     finally:
         shutil.rmtree(directory)
-    needs = [(shard + more) / shard for shard, more in found]
+    needs = [(shard + more) / shard for shard, more in memories]
     measured = "; ".join(
         f"rank {rank}: {report.size(shard)} of parameters, {report.size(more)} more, {need:.2f}x"
-        for rank, ((shard, more), need) in enumerate(zip(found, needs, strict=True))
+        for rank, ((shard, more), need) in enumerate(zip(memories, needs, strict=True))
     )
     target = "reshard: a checkpoint of 2 GiB of 4 ranks is loaded by 2 ranks in at most 1.2x a shard's memory"
     return [report.share(target, sum(need <= MEMORY for need in needs), len(needs), measured)]
@@ -324,14 +324,14 @@ def stream(rounds: int) -> list[Finding]:
         whole = sum(value.nbytes for value in model.parameters())
         del model
         with Ranks() as ranks:
-            found = ranks(2, stream_in, str(directory), timeout=1800.0)
+            reads = ranks(2, stream_in, str(directory), timeout=1800.0)
     finally:
         shutil.rmtree(directory)
-    right = [read == held < whole and most <= CHUNK_BYTES for read, held, most in found]
+    right = [read == held < whole and most <= CHUNK_BYTES for read, held, most in reads]
     measured = "; ".join(
         f"rank {rank}: {report.size(read)} read, {report.size(held)} held of {report.size(whole)}, the largest read "
         f"{report.size(most)}"
-        for rank, (read, held, most) in enumerate(found)
+        for rank, (read, held, most) in enumerate(reads)
     )
     target = "stream: each rank reads the bytes that it holds and no others, in pieces of at most 16 MiB"
     checked: Check = report.share(target, sum(right), len(right), measured)
@@ -347,7 +347,7 @@ PARTS: dict[str, Callable[[int], list[Finding]]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; write the result if all parts were measured."""
-    found, _, whole = report.measured(COMMAND, __doc__, PARTS, ROUNDS, arguments)
+    results, _, whole = report.measured(COMMAND, __doc__, PARTS, ROUNDS, arguments)
     if whole:
         timed = (
             "pause: the call of save_in, and the wait of the next update. disk: from the first byte until all are "
@@ -361,8 +361,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "disk": Settings(dtype="float32", ranks=1, threads=1, sizes={"bytes": STATE_BYTES}),
         }  # fmt: skip
         text = (__doc__ or "").partition("is missed.")[2].strip()
-        report.write("checkpoints", "Checkpoints", COMMAND, timed, settings, found, text)
-    return report.alone(found)
+        report.write("checkpoints", "Checkpoints", COMMAND, timed, settings, results, text)
+    return report.alone(results)
 
 
 if __name__ == "__main__":

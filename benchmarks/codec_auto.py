@@ -36,7 +36,7 @@ from meshwright.ir.statistics import median, ratio
 from meshwright.lower.plans import PlanLowering
 from meshwright.planner.foretell import foretell
 from meshwright.runtime import launch
-from meshwright.runtime.between import Sizes, between, boxes_of_world
+from meshwright.runtime.between import MeasuredSizes, between, boxes_of_world
 from meshwright.runtime.ranks import run_ranks
 
 COMMAND = "python -m benchmarks.codec_auto"
@@ -51,7 +51,7 @@ LONGEST_S = 0.2
 
 
 @dataclass(frozen=True)
-class Case:
+class CodecCase:
     """A model, the rate of the link in Gbit/s (0: shared memory), and the ZeRO stage."""
 
     model: str
@@ -64,12 +64,12 @@ class Case:
 
 
 CASES = [
-    *(Case(model, gbit) for gbit in (0.0, 0.1, 1.0, 10.0) for model in SUBJECTS),
-    *(Case(model, 0.1, zero=1) for model in SUBJECTS),
+    *(CodecCase(model, gbit) for gbit in (0.0, 0.1, 1.0, 10.0) for model in SUBJECTS),
+    *(CodecCase(model, 0.1, zero=1) for model in SUBJECTS),
 ]
 
 
-class Measured(msgspec.Struct, frozen=True):
+class AutoTimes(msgspec.Struct, frozen=True):
     """Predicted and measured seconds of a step, by side; the codecs that auto takes; whether both plans are equal."""
 
     predicted_s: dict[str, float]
@@ -78,7 +78,7 @@ class Measured(msgspec.Struct, frozen=True):
     equal: bool
 
 
-def table_of(gbit: float) -> Sizes:
+def table_of(gbit: float) -> MeasuredSizes:
     """The collectives with which a link is measured."""
     sizes = tuple(size for size in SIZES if size <= LONGEST_S * gbit * 1e9 / 8)
     return msgspec.structs.replace(LINK_SIZES, bytes=sizes, most_s=0.5, operations=OPERATIONS)
@@ -87,7 +87,7 @@ def table_of(gbit: float) -> Sizes:
 # --- on every rank ---------------------------------------------------------------------------------------------------
 
 
-def measure(cases: Sequence[Case], device: Cluster, rounds: int) -> list[Measured]:
+def measure(cases: Sequence[CodecCase], device: Cluster, rounds: int) -> list[AutoTimes]:
     """Plan, predict and run the cases of one link."""
     torch.set_num_threads(1)
     launch.start("cpu")
@@ -99,7 +99,7 @@ def measure(cases: Sequence[Case], device: Cluster, rounds: int) -> list[Measure
     return [_of_case(case, device, rounds) for case in cases]
 
 
-def _of_case(case: Case, cluster: Cluster, rounds: int) -> Measured:
+def _of_case(case: CodecCase, cluster: Cluster, rounds: int) -> AutoTimes:
     subject = SUBJECTS[case.model]()
     batch = subject.batch(0)
     predicted_s: dict[str, float] = {}
@@ -120,7 +120,7 @@ def _of_case(case: Case, cluster: Cluster, rounds: int) -> Measured:
         sides[side] = partial(trainer.step, batch)
         plans.append(plan)
     codecs = sorted({coding.codec for bucket in plans[1].buckets for coding in bucket.codings})
-    return Measured(
+    return AutoTimes(
         predicted_s, alternate(sides, rounds=rounds, steps=3), tuple(codecs), plans[0].buckets == plans[1].buckets
     )
 
@@ -128,11 +128,11 @@ def _of_case(case: Case, cluster: Cluster, rounds: int) -> Measured:
 # --- judged ----------------------------------------------------------------------------------------------------------
 
 
-def findings(rounds: int, cases: Sequence[Case] = CASES) -> list[Finding]:
+def findings(rounds: int, cases: Sequence[CodecCase] = CASES) -> list[Finding]:
     """Every case: auto against no codec, and both predictions."""
     if missing := why_not():
         return [Check(target="codec='auto'", verdict="reported", measured=f"not measured: {missing}")]
-    found: list[Finding] = []
+    results: list[Finding] = []
     for gbit in dict.fromkeys(case.gbit for case in cases):
         those, device = [case for case in cases if case.gbit == gbit], calibrated()
         with tempfile.TemporaryDirectory() as name:
@@ -143,19 +143,19 @@ def findings(rounds: int, cases: Sequence[Case] = CASES) -> list[Finding]:
                 )  # fmt: skip
             else:
                 measured = run_ranks(measure, those, device, rounds, num_ranks=RANKS, directory=Path(name))
-        for case, one in zip(those, measured, strict=True):
-            found += _judged(case, one)
-    return found
+        for case, times in zip(those, measured, strict=True):
+            results += _judged(case, times)
+    return results
 
 
-def _judged(case: Case, measured: Measured) -> list[Finding]:
+def _judged(case: CodecCase, measured: AutoTimes) -> list[Finding]:
     predicted_s, run = measured.predicted_s, new_run()
     slower = ratio(measured.seconds[AUTO], measured.seconds[DENSE])
     foretold = predicted_s[AUTO] <= predicted_s[DENSE] * (1 + 1e-9)
     verdict = "pass" if measured.equal else at_most(slower, SLOWER)
     taken = " and ".join(measured.codecs) or "no codec"
     verdict = verdict if foretold else "fail"
-    found: list[Finding] = [
+    results: list[Finding] = [
         Check(
             target=f"{case}: auto takes at most {SLOWER:g} x no codec",
             verdict=verdict,
@@ -173,7 +173,7 @@ def _judged(case: Case, measured: Measured) -> list[Finding]:
         off = median(measured.seconds[side]).inverse().times(predicted_s[side])
         inside = [abs(end - 1) <= ERROR for end in off.interval]
         outside = off.low > 1 + ERROR or off.high < 1 - ERROR
-        found.append(
+        results.append(
             PredictedTime(
                 target=f"{case}, {side}: step time within {ERROR:.0%}",
                 verdict="pass" if all(inside) else "fail" if outside else "undecided",
@@ -185,7 +185,7 @@ def _judged(case: Case, measured: Measured) -> list[Finding]:
                 limit=ERROR,
             )
         )
-    return found
+    return results
 
 
 def settings() -> dict[str, Settings]:

@@ -52,7 +52,7 @@ ONE_BUCKET_MIB = 1024
 
 
 @dataclass(frozen=True)
-class Subject:
+class CodecSubject:
     """A model, its loss, its batches (by the number of the step), and its learning rate."""
 
     make: Callable[[], nn.Module]
@@ -61,7 +61,7 @@ class Subject:
     lr: float
 
 
-def gpt() -> Subject:
+def gpt() -> CodecSubject:
     """The demo's GPT on the bytes of Python's own library."""
     config = GPTConfig(layers=4, width=256, heads=4, vocabulary=256, sequence_length=128)
     library = Path(argparse.__file__).parent
@@ -73,10 +73,12 @@ def gpt() -> Subject:
         rows = torch.stack([data[start : start + 129] for start in starts.tolist()])
         return {"tokens": rows[:, :-1].contiguous(), "targets": rows[:, 1:].contiguous()}
 
-    return Subject(lambda: GPT(config), language_model_loss, batch, 0.03)  # 0.3 is unstable, with and without codecs
+    return CodecSubject(
+        lambda: GPT(config), language_model_loss, batch, 0.03
+    )  # 0.3 is unstable, with and without codecs
 
 
-def mlp() -> Subject:
+def mlp() -> CodecSubject:
     """An MLP on scikit-learn's pictures of handwritten digits."""
     from sklearn.datasets import load_digits
 
@@ -87,7 +89,7 @@ def mlp() -> Subject:
         chosen = torch.randint(len(images), (64,), generator=torch.Generator().manual_seed(step))
         return {"inputs": images[chosen], "label": labels[chosen]}
 
-    return Subject(lambda: MLP((64, 1024, 1024, 10)), classification_loss, batch, 0.1)
+    return CodecSubject(lambda: MLP((64, 1024, 1024, 10)), classification_loss, batch, 0.1)
 
 
 SUBJECTS = {"GPT": gpt, "MLP": mlp}
@@ -106,7 +108,7 @@ def boxes(gbit: float) -> Cluster:
 Step = Callable[[int], float]
 
 
-def hooked(subject: Subject, hook: str) -> Step:
+def hooked(subject: CodecSubject, hook: str) -> Step:
     """A step of DistributedDataParallel; the loss of this rank's samples, averaged over ranks."""
     torch.manual_seed(0)
     # These hooks wait for collectives in gloo's two threads: two buckets at a time would wait for ever.
@@ -140,8 +142,8 @@ def quantized(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     tensor, rank = bucket.buffer(), dist.get_rank()
     observer = torch.ao.quantization.MinMaxObserver()
     observer(tensor)
-    mine = torch.cat([each.float().reshape(1) for each in observer.calculate_qparams()])
-    constants = [torch.zeros_like(mine) for _ in range(RANKS)]
+    own_constants = torch.cat([each.float().reshape(1) for each in observer.calculate_qparams()])
+    constants = [torch.zeros_like(own_constants) for _ in range(RANKS)]
     codes = [torch.empty(tensor.shape, dtype=torch.uint8) for _ in range(RANKS)]
 
     def quantize(_: object) -> object:
@@ -154,12 +156,12 @@ def quantized(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
             total += quantization_hooks._dequantize_per_tensor_backend(code, *constant)
         return total / RANKS
 
-    gathered = dist.all_gather(constants, mine, async_op=True).get_future()
+    gathered = dist.all_gather(constants, own_constants, async_op=True).get_future()
     result: torch.futures.Future[Tensor] = gathered.then(quantize).then(dequantize)
     return result
 
 
-def ours(subject: Subject, codec: str, cluster: Cluster) -> Step:
+def ours(subject: CodecSubject, codec: str, cluster: Cluster) -> Step:
     """A step of Meshwright."""
     torch.manual_seed(0)
     layout = mw.Layout(dp=RANKS, codec=codec or "none")
@@ -170,7 +172,7 @@ def ours(subject: Subject, codec: str, cluster: Cluster) -> Step:
     return lambda number: float(trainer.step(subject.batch(number)))
 
 
-class Measured(msgspec.Struct, frozen=True):
+class CodecTimes(msgspec.Struct, frozen=True):
     """Seconds of steps by side, a number a round; the steps until the loss of dense training, for the sides that reach
     it; and the sides whose loss became NaN."""
 
@@ -180,7 +182,7 @@ class Measured(msgspec.Struct, frozen=True):
     diverged: tuple[str, ...]
 
 
-def measure(name: str, gbit: float, rounds: int) -> Measured:
+def measure(name: str, gbit: float, rounds: int) -> CodecTimes:
     """All sides."""
     torch.set_num_threads(1)
     launch.start("cpu")
@@ -221,7 +223,7 @@ def measure(name: str, gbit: float, rounds: int) -> Measured:
             elif mean <= target:
                 steps[side] = number + 1
                 break
-    return Measured(seconds, steps, target, tuple(diverged))
+    return CodecTimes(seconds, steps, target, tuple(diverged))
 
 
 # --- judged ----------------------------------------------------------------------------------------------------------
@@ -231,28 +233,28 @@ def findings(rounds: int, names: Sequence[str] = tuple(SUBJECTS), rates: Sequenc
     """Every subject at every rate, in Gbit/s."""
     if missing := why_not():
         return [Check(target="steps with codecs", verdict="reported", measured=f"not measured: {missing}")]
-    found: list[Finding] = []
+    results: list[Finding] = []
     for name in names:
         for gbit in rates:
             with tempfile.TemporaryDirectory() as directory:
-                found += judged(
+                results += judged(
                     name, gbit,
                     run_in_boxes(
                         partial(measure, name, gbit, rounds), boxes=(0, 0, 1, 1),
                         rates_bits_per_s=(gbit * 1e9, gbit * 1e9), directory=Path(directory),
                     ),
                 )  # fmt: skip
-    return found
+    return results
 
 
-def judged(name: str, gbit: float, measured: Measured) -> list[Finding]:
+def judged(name: str, gbit: float, measured: CodecTimes) -> list[Finding]:
     """Steps against the hooks of equal settings, and the time to equal loss against dense training. Only ratios are
     told: there are more ranks than cores."""
     seconds, place = measured.seconds, f"{name}, 2 boxes x 2 ranks, emulated {gbit:g} Gbit/s"
     medians = {side: statistics.median(each) for side, each in seconds.items()}
-    found: list[Finding] = []
+    results: list[Finding] = []
     for codec, hook in PAIRS.items():
-        found.append(
+        results.append(
             _check(f"{place}: {codec} takes at most {HALF} x {hook}", ratio(seconds[codec], seconds[hook]), HALF)
         )
     fastest_hook = min(("DDP", *PAIRS.values()), key=medians.__getitem__)
@@ -261,13 +263,13 @@ def judged(name: str, gbit: float, measured: Measured) -> list[Finding]:
         f"{side or 'no codec'} {medians[side] / medians[fastest_hook]:.2f}"
         for side in sorted(medians, key=medians.__getitem__)
     )
-    found.append(
+    results.append(
         _check(
             f"{place}: the fastest codec takes at most 1 x the fastest hook",
             ratio(seconds[best], seconds[fastest_hook]), 1.0, f"; medians over {fastest_hook}'s: {shares}",
         )
     )  # fmt: skip
-    found.append(
+    results.append(
         _check(f"{place}: auto takes at most {SLOWER:g} x no codec", ratio(seconds["auto"], seconds[""]), SLOWER)
     )
     times = {side: steps * medians[side] for side, steps in measured.steps.items()}
@@ -281,10 +283,10 @@ def judged(name: str, gbit: float, measured: Measured) -> list[Finding]:
         share = ratio(seconds[quickest], seconds["DDP"]).times(measured.steps[quickest] / measured.steps["DDP"])
         missing = [f"{side} (NaN)" if side in measured.diverged else side for side in CODECS if side not in times]
         late = f"; not reached by {', '.join(missing)}" if missing else ""
-        found.append(_check(target, share, 1 / FASTER, f", by {quickest}; as fast: {text}{late}"))
+        results.append(_check(target, share, 1 / FASTER, f", by {quickest}; as fast: {text}{late}"))
     else:
-        found.append(Check(target=target, verdict="fail", measured="no codec reaches it", passed=0, total=1))
-    return found
+        results.append(Check(target=target, verdict="fail", measured="no codec reaches it", passed=0, total=1))
+    return results
 
 
 def _check(target: str, share: Estimate, limit: float, more: str = "") -> Check:

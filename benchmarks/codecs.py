@@ -169,7 +169,7 @@ def sparse_findings(rounds: int) -> list[Finding]:
             partial(sparse, rounds), boxes=(0, 0, 1, 1), rates_bits_per_s=(GBIT, GBIT), directory=Path(name)
         )
     medians = {side: statistics.median(each) for side, each in seconds.items()}
-    found: list[Finding] = []
+    results: list[Finding] = []
     dense = _fastest(medians, "dense")
     for kind in ("streams", "elements"):
         best = _fastest(medians, kind)
@@ -177,7 +177,7 @@ def sparse_findings(rounds: int) -> list[Finding]:
         order = sorted((side for side in medians if side.startswith(kind)), key=medians.__getitem__)
         shares = ", ".join(f"{side.partition(' ')[2]} {medians[dense] / medians[side]:.2f}" for side in order)
         verdict: Verdict = "pass" if faster.low >= FASTER else "fail" if faster.high < FASTER else "undecided"
-        found.append(
+        results.append(
             Check(
                 target=f"2 boxes x 2 ranks, emulated 1 Gbit/s, 64 MiB, 1 %: a sparse all-reduce of {kind} is at least "
                 f"{FASTER:g} x as fast as a dense one",
@@ -187,7 +187,7 @@ def sparse_findings(rounds: int) -> list[Finding]:
                 total=1,
             )
         )
-    return found
+    return results
 
 
 def _fastest(medians: dict[str, float], kind: str) -> str:
@@ -207,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if 0 < options.rounds < 5:
         parser.error("a median needs at least 5 rounds")
-    found = [finding for part in options.only or PARTS for finding in PARTS[part](options.rounds or ROUNDS[part])]
+    results = [finding for part in options.only or PARTS for finding in PARTS[part](options.rounds or ROUNDS[part])]
     if not options.only:
         timed = (
             "Encoding and decoding of all chunks of a vector, a copy of it, an all-reduce, or a training step, from "
@@ -216,8 +216,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sizes = {"bytes": NUM_BYTES, "rounds": options.rounds or ROUNDS["kernels"]}
         settings = {SETTINGS: Settings(dtype="float32", ranks=1, threads=1, sizes=sizes)} | codec_auto.settings()
         text = (__doc__ or "").partition("is missed.")[2].strip()
-        report.write("codecs", "Codecs", COMMAND, timed, settings, found, text)
-    return report.alone(found)
+        report.write("codecs", "Codecs", COMMAND, timed, settings, results, text)
+    return report.alone(results)
 
 
 if __name__ == "__main__":

@@ -62,14 +62,14 @@ ALONE = "the same copies and sums alone"
 
 def limits(num_bytes: int) -> dict[str, float]:
     """The most that ours may take, as a multiple of each side's time."""
-    found = {GLOO: 0.45 if num_bytes >= 2**26 else 0.3 if 2**12 <= num_bytes <= 2**20 else 1.0}
+    most = {GLOO: 0.45 if num_bytes >= 2**26 else 0.3 if 2**12 <= num_bytes <= 2**20 else 1.0}
     if num_bytes >= 2**24:
-        found |= {MPI: 1.0, LIMIT: 1.5}
+        most |= {MPI: 1.0, LIMIT: 1.5}
     elif num_bytes >= 2**20:
-        found[MPI] = 1.5
+        most[MPI] = 1.5
     elif num_bytes == 2**10:
-        found[MPI] = 5.0
-    return found
+        most[MPI] = 5.0
+    return most
 
 
 # --- on every rank ---------------------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ def measure(sizes: Sequence[int], rounds: int) -> dict[int, dict[str, Any]]:
     measured = calibrate.measure(calibrate.Effort(), lambda what: None)
     text = algorithms_of(Mesh.of(dp=world.size()), ["dp"], from_rank_0(lambda: measured))["dp"]
     group = axis_groups(Mesh.of(dp=world.size()), world.rank(), {"dp": text})["dp"].name
-    found = {}
+    by_size = {}
     for num_bytes in sizes:
         value = torch.zeros(num_bytes // 4)
         calls = max(1, min(MAX_CALLS, ROUND_BYTES // num_bytes))
@@ -111,8 +111,8 @@ def measure(sizes: Sequence[int], rounds: int) -> dict[int, dict[str, Any]]:
         if LIMIT in limits(num_bytes) and algorithm in ALGORITHMS["all_reduce"]:
             sides[ALONE] = alone(value, algorithm, world.rank(), world.size())
         seconds = alternate(sides, rounds=rounds, steps=calls)
-        found[num_bytes] = {"seconds": seconds, "calls": calls, "algorithm": algorithm, "sums": sums}
-    return found
+        by_size[num_bytes] = {"seconds": seconds, "calls": calls, "algorithm": algorithm, "sums": sums}
+    return by_size
 
 
 def alone(value: torch.Tensor, algorithm: str, rank: int, num_ranks: int) -> Callable[[], None]:
@@ -150,9 +150,9 @@ def run_rank(folder: Path, rank: int, num_ranks: int, rounds: int) -> None:
     dist.init_process_group(
         "gloo", init_method=meeting, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=600)
     )
-    found = measure(SIZES, rounds)
+    by_size = measure(SIZES, rounds)
     if rank == 0:
-        (folder / "found.json").write_text(json.dumps(found))
+        (folder / "found.json").write_text(json.dumps(by_size))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -169,65 +169,65 @@ def launch(num_ranks: int, rounds: int) -> dict[int, dict[str, Any]]:
             command = [*started, "-n", str(num_ranks), *program, "--world", str(num_ranks)]
             subprocess.run(command, check=True)
         else:
-            several = [
+            processes = [
                 subprocess.Popen([*program, "--world", str(num_ranks), "--rank", str(rank)])
                 for rank in range(num_ranks)
             ]
-            codes = [one.wait() for one in several]
+            codes = [process.wait() for process in processes]
             if any(codes):
                 raise RuntimeError(f"ranks ended with {codes}")
-        return {int(size): one for size, one in json.loads((Path(name) / "found.json").read_text()).items()}
+        return {int(size): measured for size, measured in json.loads((Path(name) / "found.json").read_text()).items()}
 
 
 def mpirun() -> list[str] | None:
     """How to start ranks under Open MPI; None where it, or mpi4py, is not installed."""
-    beside = [Path(sys.executable).parent, *(Path(one) / "bin" for one in sys.path if one)]
-    found = shutil.which("mpirun", path=os.pathsep.join(map(str, beside))) or shutil.which("mpirun")
-    if found is None or importlib.util.find_spec("mpi4py") is None:
+    beside = [Path(sys.executable).parent, *(Path(folder) / "bin" for folder in sys.path if folder)]
+    executable = shutil.which("mpirun", path=os.pathsep.join(map(str, beside))) or shutil.which("mpirun")
+    if executable is None or importlib.util.find_spec("mpi4py") is None:
         return None
-    return [found, "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
+    return [executable, "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
 
 
-def findings(num_ranks: int, found: dict[int, dict[str, Any]]) -> list[Finding]:
+def findings(num_ranks: int, by_size: dict[int, dict[str, Any]]) -> list[Finding]:
     """Every size against every peer that has a limit."""
     results: list[Finding] = []
-    for num_bytes, one in found.items():
+    for num_bytes, measured in by_size.items():
         expected = num_ranks * (num_ranks + 1) / 2
         for peer, limit in limits(num_bytes).items():
-            if peer not in one["seconds"]:
+            if peer not in measured["seconds"]:
                 continue
             result = judged(
                 f"{num_ranks} ranks, {report.size(num_bytes)}: at most {limit:g} x {peer}",
-                {name: one["seconds"][name] for name in (OURS, peer)},
+                {name: measured["seconds"][name] for name in (OURS, peer)},
                 OURS,
                 limit,
                 settings=_name(num_ranks, num_bytes),
                 num_ranks=num_ranks,
-                steps=one["calls"],
-                losses={name: (one["sums"].get(name, expected),) for name in (OURS, peer)},
+                steps=measured["calls"],
+                losses={name: (measured["sums"].get(name, expected),) for name in (OURS, peer)},
             )
-            if any(value != expected for value in one["sums"].values()):
-                result = msgspec.structs.replace(result, verdict="fail", measured=f"wrong sums: {one['sums']}")
+            if any(value != expected for value in measured["sums"].values()):
+                result = msgspec.structs.replace(result, verdict="fail", measured=f"wrong sums: {measured['sums']}")
             beaten = result.interval is not None and result.interval[1] < 1
             if peer == LIMIT and beaten and result.verdict != "reported":
                 why = f"{result.measured}; what is beaten is no limit"
                 result = msgspec.structs.replace(result, verdict="fail", measured=why)
-            results.append(msgspec.structs.replace(result, notes=result.notes | {"algorithm": one["algorithm"]}))
-        if ALONE in one["seconds"]:
-            results.append(_beside_alone(num_ranks, num_bytes, one))
+            results.append(msgspec.structs.replace(result, notes=result.notes | {"algorithm": measured["algorithm"]}))
+        if ALONE in measured["seconds"]:
+            results.append(_beside_alone(num_ranks, num_bytes, measured))
     return results
 
 
-def _beside_alone(num_ranks: int, num_bytes: int, one: dict[str, Any]) -> Finding:
+def _beside_alone(num_ranks: int, num_bytes: int, measured: dict[str, Any]) -> Finding:
     """What ours takes beside its own copies and sums without a peer; there is no limit."""
     result = judged(
-        f"{num_ranks} ranks, {report.size(num_bytes)}: beside {ALONE}, by {one['algorithm']}",
-        {name: one["seconds"][name] for name in (OURS, ALONE)},
+        f"{num_ranks} ranks, {report.size(num_bytes)}: beside {ALONE}, by {measured['algorithm']}",
+        {name: measured["seconds"][name] for name in (OURS, ALONE)},
         OURS,
         1.0,
         settings=_name(num_ranks, num_bytes),
         num_ranks=num_ranks,
-        steps=one["calls"],
+        steps=measured["calls"],
         losses=dict.fromkeys((OURS, ALONE), ()),
     )
     return msgspec.structs.replace(result, verdict="reported")
@@ -260,18 +260,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results: list[Finding] = []
     settings: dict[str, Settings] = {}
     for num_ranks in (options.ranks,) if options.ranks else RANKS:
-        found = launch(num_ranks, options.rounds)
-        for num_bytes in found:
+        by_size = launch(num_ranks, options.rounds)
+        for num_bytes in by_size:
             settings[_name(num_ranks, num_bytes)] = Settings(
                 dtype="float32", ranks=num_ranks, threads=1, sizes={"bytes": num_bytes}
             )
-        for one in findings(num_ranks, found):
-            results.append(one)
-            console.print(f"{one.verdict:<8}  {one.target}\n          {one.measured}", markup=False)
+        for finding in findings(num_ranks, by_size):
+            results.append(finding)
+            console.print(f"{finding.verdict:<8}  {finding.target}\n          {finding.measured}", markup=False)
     if not options.ranks:
-        for one in boxes.findings():
-            results.append(one)
-            console.print(f"{one.verdict:<8}  {one.target}\n          {one.measured}", markup=False)
+        for finding in boxes.findings():
+            results.append(finding)
+            console.print(f"{finding.verdict:<8}  {finding.target}\n          {finding.measured}", markup=False)
         timed = (
             "An all-reduce in place of a float32 vector, one thread a rank; all sides by turns in the same processes, "
             f"{options.rounds} rounds, from when all ranks have met until the slowest is done."
@@ -281,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "collectives", "The collectives' targets", COMMAND, timed, settings, results, f"{text[1]}{text[2]}".strip()
         )
         console.print("written to benchmarks/results/collectives.md and .json")
-    return 1 if any(one.verdict == "fail" for one in results) else 0
+    return 1 if any(finding.verdict == "fail" for finding in results) else 0
 
 
 if __name__ == "__main__":

@@ -60,31 +60,31 @@ def run(side: str, world: int, tests: Sequence[str] = ()) -> Outcomes:
 def _outcomes(text: str) -> Iterator[dict[str, Any]]:
     """The outcomes that a run has printed. A profiler may print other text before them, on the same line."""
     for line in text.splitlines():
-        _, found, outcome = line.partition("RESULT {")
-        if found:
+        _, marker, outcome = line.partition("RESULT {")
+        if marker:
             yield json.loads("{" + outcome)
 
 
-def ours(name: str, found: Mapping[str, Outcomes]) -> str:
+def ours(name: str, by_backend: Mapping[str, Outcomes]) -> str:
     """The outcome of a test on our backend."""
-    outcome: str = found[OWN if name in NAMED else IN_PLACE][name]["outcome"]
+    outcome: str = by_backend[OWN if name in NAMED else IN_PLACE][name]["outcome"]
     return outcome
 
 
-def judged(world: int, found: Mapping[str, Outcomes]) -> Check:
+def judged(world: int, by_backend: Mapping[str, Outcomes]) -> Check:
     """The share of the tests that pass on gloo and on ours, and the reasons why others are skipped."""
-    passed = [name for name, outcome in found[GLOO].items() if outcome["outcome"] == PASSED]
-    right = [name for name in passed if ours(name, found) == PASSED]
-    skipped = Counter(_reason(each) for each in found[GLOO].values() if each["outcome"] == SKIPPED)
-    own = sum(outcome["outcome"] == PASSED for outcome in found[OWN].values())
-    failed = [name for side in (IN_PLACE, OWN) for name, each in found[side].items() if each["outcome"] == FAILED]
-    wrong = sorted(name for name in set(failed) if name not in NAMED or found[OWN][name]["outcome"] == FAILED)
+    passed = [name for name, outcome in by_backend[GLOO].items() if outcome["outcome"] == PASSED]
+    right = [name for name in passed if ours(name, by_backend) == PASSED]
+    skipped = Counter(_reason(each) for each in by_backend[GLOO].values() if each["outcome"] == SKIPPED)
+    own = sum(outcome["outcome"] == PASSED for outcome in by_backend[OWN].values())
+    failed = [name for side in (IN_PLACE, OWN) for name, each in by_backend[side].items() if each["outcome"] == FAILED]
+    wrong = sorted(name for name in set(failed) if name not in NAMED or by_backend[OWN][name]["outcome"] == FAILED)
     notes: dict[str, Any] = {f"not applicable: {reason}": count for reason, count in sorted(skipped.items())}
-    notes |= {f"failed or skipped: {name}": ours(name, found) for name in passed if name not in right}
+    notes |= {f"failed or skipped: {name}": ours(name, by_backend) for name in passed if name not in right}
     return Check(
         target=f"{world} ranks: every test that gloo passes on CPUs passes on ours",
         verdict="pass" if right == passed and not wrong else "fail",
-        measured=f"{len(right)} of {len(passed)}; {sum(skipped.values())} of {len(found[GLOO])} tests are not "
+        measured=f"{len(right)} of {len(passed)}; {sum(skipped.values())} of {len(by_backend[GLOO])} tests are not "
         f"applicable; under our own name {own} tests run and pass; failed on ours: {', '.join(wrong) or 'none'}",
         passed=len(right),
         total=len(passed),
@@ -134,12 +134,12 @@ def programs() -> Check:
 
 def table(worlds: Mapping[int, Mapping[str, Outcomes]]) -> str:
     """A row for each test that gloo runs, and for each reason why it skips others."""
-    names = sorted({name for found in worlds.values() for name in found[GLOO]})
+    names = sorted({name for by_backend in worlds.values() for name in by_backend[GLOO]})
     lines = [f"| test | {' | '.join(f'gloo, {world} ranks | ours' for world in worlds)} |"]
     lines.append("| --- |" + " --- |" * (2 * len(worlds)))
     reasons: Counter[str] = Counter()
     for name in names:
-        outcomes = [(found[GLOO][name]["outcome"], ours(name, found)) for found in worlds.values()]
+        outcomes = [(by_backend[GLOO][name]["outcome"], ours(name, by_backend)) for by_backend in worlds.values()]
         if all(theirs == SKIPPED for theirs, _ in outcomes):
             reasons[_reason(next(iter(worlds.values()))[GLOO][name])] += 1
         else:

@@ -88,22 +88,22 @@ def straggler_findings() -> list[Finding]:
         for rule in ("sync", *RULES)
         for each in consistency(demo(LRS.get(rule, LR)), [rule], cases, replicas=REPLICAS, seconds=SECONDS, seeds=SEEDS)
     ]
-    found: list[Finding] = []
+    results: list[Finding] = []
     for case in cases:
         simulated = _simulated(case.pace.faults)
         same = [each for each in runs if each.slow == case.name]
         sync = [each for each in same if each.rule == "sync"]
         for rule in RULES:
             ours = [each for each in same if each.rule == rule]
-            found += _judged(case.name, rule, ours, sync, batch, simulated[rule])
-    return found
+            results += _judged(case.name, rule, ours, sync, batch, simulated[rule])
+    return results
 
 
 def _judged(
     case: str, rule: str, ours: Sequence[RuleRun], sync: Sequence[RuleRun], batch: int, simulated: float
 ) -> list[Finding]:
     seconds, theirs = (
-        [value for each in several for value in each.seconds_a_batch(SAMPLED, batch)] for several in (ours, sync)
+        [value for each in runs for value in each.seconds_a_batch(SAMPLED, batch)] for runs in (ours, sync)
     )
     gain = ratio(theirs, seconds)
     waiting = WAITING[case][0 if rule.startswith("server(ssp") else 1]
@@ -115,15 +115,15 @@ def _judged(
         passed=int(verdict == "pass"), total=1,
     )]  # fmt: skip
     shares = [
-        share for mine, other in zip(ours, sync, strict=True) for share in times_to_equal_loss(mine, other, batch)
+        share for own_run, other in zip(ours, sync, strict=True) for share in times_to_equal_loss(own_run, other, batch)
     ]
     reached = [share for share in shares if share is not None]
     soon = sum(share <= SOONER for share in reached)
     verdict = "pass" if soon == len(shares) else "undecided" if soon else "fail"
-    told = f"{soon} of {len(shares)} losses, {len(shares) - len(reached)} are not reached"
-    told += f"; shares {min(reached):.3f} to {max(reached):.3f}" if reached else ""
+    text = f"{soon} of {len(shares)} losses, {len(shares) - len(reached)} are not reached"
+    text += f"; shares {min(reached):.3f} to {max(reached):.3f}" if reached else ""
     target = f"{place}, to equal loss in at most {SOONER:g} of the time of sync"
-    return [*rows, Check(target=target, verdict=verdict, measured=told, passed=soon, total=len(shares))]
+    return [*rows, Check(target=target, verdict=verdict, measured=text, passed=soon, total=len(shares))]
 
 
 def times_to_equal_loss(ours: RuleRun, sync: RuleRun, batch: int) -> list[float | None]:
@@ -133,8 +133,8 @@ def times_to_equal_loss(ours: RuleRun, sync: RuleRun, batch: int) -> list[float 
     shares: list[float | None] = []
     for share in SHARES:
         goal = min(point.loss for point in points if point.time_s <= share * points[-1].time_s)
-        theirs, mine = time_to(sync, goal, window), time_to(ours, goal, window)
-        shares.append(mine / theirs if mine is not None and theirs else None)
+        sync_s, own_s = time_to(sync, goal, window), time_to(ours, goal, window)
+        shares.append(own_s / sync_s if own_s is not None and sync_s else None)
     return shares
 
 
@@ -142,11 +142,11 @@ def _simulated(faults: ReplicaFaults) -> dict[str, float]:
     """How many times as fast per sample as ``sync`` each rule is, by simulation."""
     num_bytes = 4.0 * NUM_PARAMETERS
     rules = [consistency_of(rule) for rule in RULES]
-    found = compare_rules(
+    comparison = compare_rules(
         rules, REPLICAS, ReplicaStep(step_s=STEP_S, parts={0: num_bytes}), load_cluster("cpu-local", REPLICAS),
         batch_size=1, faults=faults, steps=round(SECONDS / STEP_S),
     )  # fmt: skip
-    return {row.times.rule: row.speedup for row in found.rows}
+    return {row.times.rule: row.speedup for row in comparison.rows}
 
 
 NUM_PARAMETERS = 3_241_472
@@ -162,10 +162,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=COMMAND, description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", choices=PARTS, action="append", help="measure this part only")
     options = parser.parse_args(arguments)
-    found: list[Finding] = []
+    results: list[Finding] = []
     for part in options.only or PARTS:
         rows = PARTS[part]()
-        found += rows
+        results += rows
         for row in rows:
             report.show(row)
     if not options.only:
@@ -181,8 +181,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         }
         settings = {"demo": Settings(dtype="float32", ranks=REPLICAS, threads=1, sizes=sizes)}
         text = (__doc__ or "").partition("is missed.")[2].strip()
-        report.write("consistency", "Consistency rules", COMMAND, timed, settings, found, text)
-    return int(any(one.verdict == "fail" for one in found))
+        report.write("consistency", "Consistency rules", COMMAND, timed, settings, results, text)
+    return int(any(finding.verdict == "fail" for finding in results))
 
 
 if __name__ == "__main__":

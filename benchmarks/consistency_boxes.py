@@ -53,7 +53,7 @@ PATIENCE, POLL_S = timedelta(seconds=300), 0.002
 LIGHTHOUSE_PORT, STORE_PORT, MANAGER_PORT = 29521, 29522, 29523
 
 
-class Steps(msgspec.Struct, frozen=True):
+class BoxSteps(msgspec.Struct, frozen=True):
     """The ends of steps in seconds, their losses, and the bytes that this box has sent, of all steps."""
 
     ends_s: list[float]
@@ -78,13 +78,13 @@ def batch(step: int) -> dict[str, Tensor]:
     return {name: value[:, : CONFIG.sequence_length] for name, value in _subject().batch(step).items()}
 
 
-def _subject() -> codec_steps.Subject:
+def _subject() -> codec_steps.CodecSubject:
     if not _KEPT:
         _KEPT.append(codec_steps.gpt())
     return _KEPT[0]
 
 
-_KEPT: list[codec_steps.Subject] = []
+_KEPT: list[codec_steps.CodecSubject] = []
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -92,7 +92,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=LR)
 
 
-def ours(rule: str, before: int, num_steps: int, goal: float) -> Steps:
+def ours(rule: str, before: int, num_steps: int, goal: float) -> BoxSteps:
     """Make ``before`` steps without exchange. Then train for ``num_steps`` steps, or until the mean loss of
     ``2 * WINDOW`` steps is ``goal``."""
     torch.set_num_threads(1)
@@ -107,7 +107,7 @@ def ours(rule: str, before: int, num_steps: int, goal: float) -> Steps:
     sent = link_bytes() - sent_before
     if trainer.replica is not None:
         trainer.replica.leave()
-    return Steps(ends, losses, sent)
+    return BoxSteps(ends, losses, sent)
 
 
 def _trainer(rule: str, before: int) -> mw.Trainer:
@@ -204,38 +204,38 @@ def diloco_findings() -> list[Finding]:
     if missing := why_not():
         return [Check(target="diloco between boxes", verdict="reported", measured=f"not measured: {missing}")]
     place = f"2 boxes, emulated {GBIT:g} Gbit/s: {DILOCO}"
-    found = [finding for before in (0, BEFORE) for finding in _to_equal_loss(place, before)]
-    return [*found, *_beside_peers(place)]
+    results = [finding for before in (0, BEFORE) for finding in _to_equal_loss(place, before)]
+    return [*results, *_beside_peers(place)]
 
 
 def _to_equal_loss(place: str, before: int) -> list[Finding]:
     """Bytes, and time to equal loss. From random initial values it is judged; after some steps it is reported."""
-    sync: Steps = _in_boxes(ours, "sync", before, SYNC_STEPS, 0.0)
+    sync: BoxSteps = _in_boxes(ours, "sync", before, SYNC_STEPS, 0.0)
     samples = len(batch(0)["tokens"])
     goal = min(point.loss for point in smoothed(_run(sync, samples).ends, WINDOW * samples))
-    diloco: Steps = _in_boxes(ours, DILOCO, before, MOST_STEPS, goal)
+    diloco: BoxSteps = _in_boxes(ours, DILOCO, before, MOST_STEPS, goal)
     a_step = [each.sent_bytes / len(each.losses) for each in (sync, diloco)]
     fewer = a_step[0] / a_step[1]
-    found: list[Finding] = [] if before else [_check(
+    results: list[Finding] = [] if before else [_check(
         f"{place} sends at least {FEWER_BYTES:g} x fewer bytes a step than sync", fewer >= FEWER_BYTES,
         f"{fewer:.1f} x: {a_step[1]:,.0f} against {a_step[0]:,.0f} bytes that the kernel of box 0 sent",
     )]  # fmt: skip
-    window, theirs, mine = WINDOW * samples, _run(sync, samples), _run(diloco, samples // BOXES)
+    window, sync_run, diloco_run = WINDOW * samples, _run(sync, samples), _run(diloco, samples // BOXES)
     sooner = []
     for share in SHARES:
-        loss = min(p.loss for p in smoothed(theirs.ends, window) if p.time_s <= share * sync.ends_s[-1])
-        reached, usual = time_to(mine, loss, window), time_to(theirs, loss, window)
+        loss = min(p.loss for p in smoothed(sync_run.ends, window) if p.time_s <= share * sync.ends_s[-1])
+        reached, usual = time_to(diloco_run, loss, window), time_to(sync_run, loss, window)
         if reached is not None and usual is not None:
             sooner.append(usual / reached)
     soon = sum(times >= SOONER for times in sooner)
-    told = f"{soon} of {len(SHARES)} losses, {len(SHARES) - len(sooner)} are not reached"
-    told += f"; {min(sooner):.1f} x to {max(sooner):.1f} x" if sooner else ""
-    told += f"; {len(diloco.losses)} against {len(sync.losses)} steps to {goal:.3f}"
+    text = f"{soon} of {len(SHARES)} losses, {len(SHARES) - len(sooner)} are not reached"
+    text += f"; {min(sooner):.1f} x to {max(sooner):.1f} x" if sooner else ""
+    text += f"; {len(diloco.losses)} against {len(sync.losses)} steps to {goal:.3f}"
     start = f"after {before} steps without exchange" if before else "from random values"
     verdict: Verdict = "pass" if soon == len(SHARES) else "undecided" if soon else "fail"
     target = f"{place}, {start}, is at least {SOONER:g} x as fast to equal loss as sync"
     verdict = "reported" if before else verdict
-    return [*found, Check(target=target, verdict=verdict, measured=told, passed=soon, total=len(SHARES))]
+    return [*results, Check(target=target, verdict=verdict, measured=text, passed=soon, total=len(SHARES))]
 
 
 def _beside_peers(place: str) -> list[Finding]:
@@ -253,26 +253,26 @@ def _beside_peers(place: str) -> list[Finding]:
             side: msgspec.json.decode((directory / side).read_bytes(), type=tuple[list[float], float]) for side in names
         }
     seconds, loss = known[DILOCO]
-    found: list[Finding] = []
+    results: list[Finding] = []
     for side in (POST_LOCAL, TORCHFT):
         target = f"{place} takes at most as long for a step as {side}"
         if side not in known:
-            found.append(Check(target=target, verdict="reported", measured="not measured: torchft is not installed"))
+            results.append(Check(target=target, verdict="reported", measured="not measured: torchft is not installed"))
             continue
         slower = ratio(seconds, known[side][0])
         verdict = at_most(slower, 1.0)
         measured = f"{slower} of its time, {BLOCKS} blocks of {EVERY} steps with an exchange each, by turns"
         if side == TORCHFT:
             measured += f"; the last losses are {loss:.6f} and {known[side][1]:.6f}"
-        found.append(
+        results.append(
             Check(target=target, verdict=verdict, measured=measured, passed=int(verdict == "pass"), total=1)
         )  # fmt: skip
-    return found
+    return results
 
 
-def _run(steps: Steps, samples: int) -> RuleRun:
-    one = ReplicaRun(replica=0, samples=samples, times_s=tuple(steps.ends_s), losses=tuple(steps.losses))
-    return RuleRun(rule="", slow="", seed=0, seconds=0.0, replicas=(one,))
+def _run(steps: BoxSteps, samples: int) -> RuleRun:
+    run = ReplicaRun(replica=0, samples=samples, times_s=tuple(steps.ends_s), losses=tuple(steps.losses))
+    return RuleRun(rule="", slow="", seed=0, seconds=0.0, replicas=(run,))
 
 
 def _check(target: str, passed: bool, measured: str) -> Check:
@@ -362,14 +362,14 @@ def server_findings() -> list[Finding]:
     shards, ring = steps_a_second(MOST_WORKERS, 2), steps_a_second(MOST_WORKERS, 0)
     gains = {workers: rate / A_SECOND for workers, rate in rates.items()}
     fitting = SERVER_RATE / (SCALE * GRADIENT_BYTES * A_SECOND)
-    told = ", ".join(f"{gain:.2f} with {workers}" for workers, gain in gains.items())
+    text = ", ".join(f"{gain:.2f} with {workers}" for workers, gain in gains.items())
     place = f"ps-resnet50 scaled, emulated links and computing: {MOST_WORKERS} workers"
     flat, apart, without = gains[MOST_WORKERS], shards / A_SECOND, ring / A_SECOND
     return [
         _check(
             f"{place} and one server are as fast as the predicted {FITTING} workers, {OFF:.0%} off or less",
             abs(flat / FITTING - 1) <= OFF,
-            f"{flat:.2f} workers' worth ({told}); {FITTING} stand for {fitting:.0f} of {WORKERS} in the example",
+            f"{flat:.2f} workers' worth ({text}); {FITTING} stand for {fitting:.0f} of {WORKERS} in the example",
         ),
         _check(
             f"{place} and two servers, a half each, exceed one server by {OFF:.0%} or more",

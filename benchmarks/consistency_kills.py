@@ -185,8 +185,8 @@ def findings(kills: int = KILLS, seed: int = SEED) -> list[Finding]:
         known = [Log.read(path) for path in logs]
     target = f"{kills} kills of replicas with servers beside them, {RULE}: no update lost or doubled, no hang"
     if not marks or not marks[0]:
-        told = f"{killed} kills, then {'a hang' if hangs else failures[0] if failures else 'nothing'}"
-        return [Check(target=target, verdict="fail", measured=told, passed=killed, total=kills)]
+        text = f"{killed} kills, then {'a hang' if hangs else failures[0] if failures else 'nothing'}"
+        return [Check(target=target, verdict="fail", measured=text, passed=killed, total=kills)]
     lost = doubled = open_pushes = 0
     for replica, log in enumerate(known):
         counts = marks[0][replica * PUSHES : (replica + 1) * PUSHES]
@@ -197,11 +197,11 @@ def findings(kills: int = KILLS, seed: int = SEED) -> list[Finding]:
         doubled += stray
     pushes = sum(len(log.certain) for log in known)
     passed = not (lost or doubled or hangs) and killed == kills
-    told = (
+    text = (
         f"{killed} kills, {hangs} hangs; of {pushes:,} pushes that had their reply {lost} are lost, {doubled} are "
         f"applied twice or were never made; {open_pushes} pushes had no reply yet when their replica was killed"
     )
-    return [Check(target=target, verdict="pass" if passed else "fail", measured=told, passed=killed if passed else 0,
+    return [Check(target=target, verdict="pass" if passed else "fail", measured=text, passed=killed if passed else 0,
                   total=kills)]  # fmt: skip
 
 

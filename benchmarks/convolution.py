@@ -87,7 +87,7 @@ def trained_as_it_comes(name: str, layout: str) -> hugging_face.Found:
 
 def parity() -> list[Finding]:
     """Every network under every layout, and image models of Hugging Face as they come."""
-    found: list[Finding] = []
+    checks: list[Finding] = []
     with Ranks() as ranks:
         for name in test_mixed.NETWORKS | test_mixed.LARGE:
             cells: dict[str, float | str] = {}
@@ -95,22 +95,22 @@ def parity() -> list[Finding]:
                 try:
                     layout = _layout(name, way)
                     results = ranks(layout.num_ranks, trained, name, layout, timeout=900.0)
-                    cells[way] = max(one.error for one in results)
+                    cells[way] = max(result.error for result in results)
                 except (RanksFailedError, AssertionError) as error:
                     cells[way] = str(error).strip().splitlines()[-1]
-            found.append(_parity(name, cells, oracle.TOLERANCE))
-            show(found[-1])
+            checks.append(_parity(name, cells, oracle.TOLERANCE))
+            show(checks[-1])
         for name in hugging_face.CONVOLUTIONAL:
             cells = {}
             for way in ("dp2", "spatial2", "mixed2", "dp2 x mixed2"):
                 try:
                     ran = ranks(hugging_face.num_ranks(way), trained_as_it_comes, name, way, timeout=900.0)
-                    cells[way] = max(one.error for one in ran)
+                    cells[way] = max(result.error for result in ran)
                 except RanksFailedError as error:
                     cells[way] = next(iter(error.failures.values())).strip().splitlines()[-1]
-            found.append(_parity(f"Hugging Face's {name}", cells, hugging_face.tolerance(name)))
-            show(found[-1])
-    return found
+            checks.append(_parity(f"Hugging Face's {name}", cells, hugging_face.tolerance(name)))
+            show(checks[-1])
+    return checks
 
 
 def _layout(name: str, way: str) -> mw.Layout:
@@ -126,11 +126,13 @@ def _layout(name: str, way: str) -> mw.Layout:
 
 
 def _parity(name: str, cells: Mapping[str, float | str], limit: float) -> Check:
-    good = [way for way, one in cells.items() if isinstance(one, float) and one <= limit]
-    said = ", ".join(f"{way} {one:.0e}" if isinstance(one, float) else f"{way}: {one}" for way, one in cells.items())
+    good = [way for way, cell in cells.items() if isinstance(cell, float) and cell <= limit]
+    text = ", ".join(
+        f"{way} {cell:.0e}" if isinstance(cell, float) else f"{way}: {cell}" for way, cell in cells.items()
+    )
     return Check(
         target=f"parity of {name}: at most {limit:.0e} in float64", passed=len(good), total=len(cells),
-        verdict="pass" if len(good) == len(cells) else "fail", measured=said, notes={"errors": dict(cells)},
+        verdict="pass" if len(good) == len(cells) else "fail", measured=text, notes={"errors": dict(cells)},
     )  # fmt: skip
 
 
@@ -152,24 +154,25 @@ def costs(graph: Graph, plan: mw.Plan, cluster: mw.Cluster) -> tuple[float, Pred
 
 def ways(graph: Graph, plan: mw.Plan) -> tuple[set[str], set[str]]:
     """How convolutions and how products are split: by ``batch``, by another factor's letter, or by ``none``."""
-    found: tuple[set[str], set[str]] = (set(), set())
-    for one in graph.operators:
-        if not one.backward and kind_of(one) in COMPUTE:
-            letters = [one_ for axis, one_ in plan.stage.strategy(one.name).items() if not one_.startswith("^")]
+    letters_of: tuple[set[str], set[str]] = (set(), set())
+    for operator in graph.operators:
+        if not operator.backward and kind_of(operator) in COMPUTE:
+            strategy = plan.stage.strategy(operator.name)
+            letters = [letter for letter in strategy.values() if not letter.startswith("^")]
             batch = all(
-                graph.factor_classes[one.classes[letter]].role == "batch"
-                for letter in letters[-1:] if letter in one.classes
+                graph.factor_classes[operator.classes[letter]].role == "batch"
+                for letter in letters[-1:] if letter in operator.classes
             )  # fmt: skip
-            found[kind_of(one) == "matmul"].add("batch" if batch and letters else (letters or ["none"])[-1])
-    return found
+            letters_of[kind_of(operator) == "matmul"].add("batch" if batch and letters else (letters or ["none"])[-1])
+    return letters_of
 
 
 def plans() -> tuple[list[Finding], str]:
     """The planning targets, and the plans beside the pure ones as text. Batches are large enough to pay for more than
     one device: a step of 16 images for Wide-ResNet, or 32 for GoogLeNet, takes one device less time than eight that are
     joined by slow links, and the fastest plan divides no convolution."""
-    told: list[str] = []
-    found: list[Finding] = []
+    lines: list[str] = []
+    checks: list[Finding] = []
     cases = [
         ("AlexNet", AlexNet, 1024, ONE_BOX), ("AlexNet", AlexNet, 1024, ETHERNET),
         ("Wide-ResNet", WideResNet, 64, ETHERNET), ("GoogLeNet", GoogLeNet, 128, ETHERNET),
@@ -180,14 +183,14 @@ def plans() -> tuple[list[Finding], str]:
         sides = {"planned": plan}
         for layout in (mw.Layout(dp=8), mw.Layout(tp=8)):
             sides[layout_text(layout)] = mw.plan(graph, cluster, layout=layout)
-        priced = {side: costs(graph, one, cluster) for side, one in sides.items()}
-        told += ["", f"{name}, batch {batch}, 8 devices of {where}", ""]
-        told += [f"    {'ms of a simulated step':<32} {'':9}   computing + communication, hidden or not"]
-        for side, (step_s, one) in priced.items():
+        priced = {side: costs(graph, chosen, cluster) for side, chosen in sides.items()}
+        lines += ["", f"{name}, batch {batch}, 8 devices of {where}", ""]
+        lines += [f"    {'ms of a simulated step':<32} {'':9}   computing + communication, hidden or not"]
+        for side, (step_s, step_costs) in priced.items():
             what = f"{side} ({layout_text(plan.layout)})" if side == "planned" else side
-            told.append(f"    {what:<32} {step_s * 1e3:9.2f}   "
-                        f"{one.compute_s * 1e3:9.2f} + {one.communication_s * 1e3:.2f}")  # fmt: skip
-        told += ["", *(f"    {line}" for line in plan.explain().splitlines())]
+            lines.append(f"    {what:<32} {step_s * 1e3:9.2f}   "
+                        f"{step_costs.compute_s * 1e3:9.2f} + {step_costs.communication_s * 1e3:.2f}")  # fmt: skip
+        lines += ["", *(f"    {line}" for line in plan.explain().splitlines())]
         convolutions, products = ways(graph, plan)
         least = min(step_s for side, (step_s, _) in priced.items() if side != "planned")
         ratio = priced["planned"][0] / least
@@ -196,7 +199,7 @@ def plans() -> tuple[list[Finding], str]:
         else:  # what stays whole is no way to split
             as_asked = len((convolutions | products) - {"none"}) > 1
         good = as_asked and ratio <= 1.02
-        found.append(Check(
+        checks.append(Check(
             target=f"plan of {name}, batch {batch}, on {where}: " + (
                 "convolutions by sample, dense layers by tensor" if name == "AlexNet" else "mixed"),
             verdict="pass" if good else "fail", passed=int(good), total=1,
@@ -204,8 +207,8 @@ def plans() -> tuple[list[Finding], str]:
                      f"{', '.join(sorted(convolutions))}; dense layers by {', '.join(sorted(products))}",
             notes={"ratio_to_pure": ratio},
         ))  # fmt: skip
-        show(found[-1])
-    return found, "\n".join(told)
+        show(checks[-1])
+    return checks, "\n".join(lines)
 
 
 # --- the stack: speed, memory, bytes ---------------------------------------------------------------------------------
@@ -251,9 +254,9 @@ def _swapped(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
     """What the rank above has last and the rank below first; zeros where there is none."""
     rank, count = dist.get_rank(), dist.get_world_size()
     above, below, messages = torch.zeros_like(first), torch.zeros_like(last), []
-    for other, mine, theirs in ((rank - 1, first.contiguous(), above), (rank + 1, last.contiguous(), below)):
+    for other, outgoing, incoming in ((rank - 1, first.contiguous(), above), (rank + 1, last.contiguous(), below)):
         if 0 <= other < count:
-            messages += [dist.P2POp(dist.isend, mine, other), dist.P2POp(dist.irecv, theirs, other)]
+            messages += [dist.P2POp(dist.isend, outgoing, other), dist.P2POp(dist.irecv, incoming, other)]
     for work in dist.batch_isend_irecv(messages):
         work.wait()
     return above, below
@@ -299,7 +302,7 @@ def timed_stack(rounds: int, steps: int) -> tuple[dict[str, list[float]], dict[s
     trainer, step = ours()
     part = {name: value[trainer.input_parts[name]].clone() for name, value in picture().items()}
     sides = {OURS: step, BY_HAND: by_hand(part)}
-    losses = {name: [float(one()) for _ in range(2)] for name, one in sides.items()}
+    losses = {name: [float(call()) for _ in range(2)] for name, call in sides.items()}
     return alternate(sides, rounds=rounds, steps=steps, warmup_steps=1), losses
 
 
@@ -312,7 +315,7 @@ def timed_ours(rounds: int, steps: int) -> list[float]:
 def speed(rounds: int, steps: int) -> list[Finding]:
     """Beside the best hand-written version, and as a speed-up over one rank of ours."""
     name = f"stack of 3x3 on {SIDE} x {SIDE}, 2 ranks by rows"
-    found: list[Finding] = [
+    results: list[Finding] = [
         decided(
             lambda seconds, losses: judged(
                 f"{name}: at most 1.000 x {BY_HAND}", seconds, OURS, 1.0, settings="stack", num_ranks=NUM_RANKS,
@@ -322,16 +325,16 @@ def speed(rounds: int, steps: int) -> list[Finding]:
         )
     ]  # fmt: skip
     with Ranks() as ranks:
-        several = ranks(NUM_RANKS, timed_ours, rounds, steps, timeout=1800.0)[0]
-        one = ranks(1, timed_ours, rounds, steps, timeout=1800.0)[0]
-    found.append(report.speedup(
-        f"{name}: at least {LEAST_SPEEDUP} x as fast as one rank", one, several, NUM_RANKS, LEAST_SPEEDUP,
+        on_two = ranks(NUM_RANKS, timed_ours, rounds, steps, timeout=1800.0)[0]
+        on_one = ranks(1, timed_ours, rounds, steps, timeout=1800.0)[0]
+    results.append(report.speedup(
+        f"{name}: at least {LEAST_SPEEDUP} x as fast as one rank", on_one, on_two, NUM_RANKS, LEAST_SPEEDUP,
         base="one rank of Meshwright, with one thread, on the whole picture", unit="samples", work=1.0, steps=steps,
         parameters=sum(value.numel() for value in stack().parameters()), settings=("stack, one rank", "stack"),
     ))  # fmt: skip
-    for one_finding in found:
-        show(one_finding)
-    return found
+    for finding in results:
+        show(finding)
+    return results
 
 
 def peak() -> int:
@@ -360,13 +363,13 @@ def memory() -> list[Finding]:
     words = (
         f"{part:.2f}: {peaks[True] / 2**20:.0f} MiB of {peaks[False] / 2**20:.0f} MiB, medians of {MEMORY_RUNS} runs"
     )
-    found = Check(
+    check = Check(
         target=f"stack of 3x3 on {SIDE} x {SIDE}, 2 ranks by rows: peak memory at most {MOST_MEMORY} of one rank's",
         verdict="pass" if part <= MOST_MEMORY else "fail", passed=int(part <= MOST_MEMORY), total=1, measured=words,
         notes={"split_bytes": peaks[True], "one_rank_bytes": peaks[False]},
     )  # fmt: skip
-    show(found)
-    return [found]
+    show(check)
+    return [check]
 
 
 def halo_bytes() -> tuple[int, int]:
@@ -374,20 +377,20 @@ def halo_bytes() -> tuple[int, int]:
     and of its gradient backward (but of the picture's, which nobody wants)."""
     trainer, step = ours()
     step()
-    spans = [one for one in trainer.trace().spans if one.stream == "communication" and "halo" in one.what]
+    spans = [span for span in trainer.trace().spans if span.stream == "communication" and "halo" in span.what]
     channels = [3, *[CHANNELS] * (DEPTH - 1)]
-    return sum(one.bytes for one in spans), (sum(channels) + sum(channels[1:])) * SIDE * 4
+    return sum(span.bytes for span in spans), (sum(channels) + sum(channels[1:])) * SIDE * 4
 
 
 def closed_form() -> list[Finding]:
     """Measured halos beside the closed form."""
     with Ranks() as ranks:
-        found = ranks(NUM_RANKS, halo_bytes, timeout=900.0)
-    good = sum(measured == expected for measured, expected in found)
+        halos = ranks(NUM_RANKS, halo_bytes, timeout=900.0)
+    good = sum(measured == expected for measured, expected in halos)
     result = Check(
         target=f"stack of 3x3 on {SIDE} x {SIDE}, 2 ranks by rows: bytes of halos equal the closed form",
-        verdict="pass" if good == len(found) else "fail", passed=good, total=len(found),
-        measured="; ".join(f"{measured} of {expected} bytes" for measured, expected in found),
+        verdict="pass" if good == len(halos) else "fail", passed=good, total=len(halos),
+        measured="; ".join(f"{measured} of {expected} bytes" for measured, expected in halos),
     )  # fmt: skip
     show(result)
     return [result]
@@ -440,19 +443,19 @@ def _stepper(trainer: mw.Trainer, batch: dict[str, Tensor]) -> Callable[[], Tens
 
 def choices(rounds: int, steps: int) -> list[Finding]:
     """That what is chosen is not slower than another layout (2 % are within what is measured)."""
-    found: list[Finding] = []
+    results: list[Finding] = []
     for name in CHOSEN:
         layout = chosen_layout(name)
         target = f"{name} as planned for 2 ranks ({layout_text(layout)}): at most 1.02 x the fastest other layout"
-        found.append(decided(
+        results.append(decided(
             lambda seconds, losses, target=target, name=name: judged(  # type: ignore[misc]
                 target, seconds, OURS, 1.02, settings=name, num_ranks=NUM_RANKS, steps=steps, losses=losses,
                 loss_spread=1e-3,
             ),
             NUM_RANKS, timed_choice, name, layout, rounds, steps,
         ))  # fmt: skip
-        show(found[-1])
-    return found
+        show(results[-1])
+    return results
 
 
 # --- report ----------------------------------------------------------------------------------------------------------
@@ -461,22 +464,22 @@ def choices(rounds: int, steps: int) -> list[Finding]:
 def settings() -> dict[str, Settings]:
     """Of what is timed."""
     sizes: dict[str, Any] = {"image": f"1 x 3 x {SIDE} x {SIDE}", "channels": CHANNELS, "convolutions": DEPTH}
-    found = {
+    by_name = {
         name: Settings(dtype="float32", ranks=ranks, threads=1, sizes=sizes)
         for name, ranks in (("stack", NUM_RANKS), ("stack, one rank", 1))
     }
     for name, (_, _, image, _) in CHOSEN.items():
         sizes = {"image": " x ".join(map(str, image))}
-        found[name] = Settings(dtype="float32", ranks=NUM_RANKS, threads=1, sizes=sizes)
-    return found
+        by_name[name] = Settings(dtype="float32", ranks=NUM_RANKS, threads=1, sizes=sizes)
+    return by_name
 
 
 def run(part: str, rounds: int, steps: int) -> tuple[list[Finding], str]:
     """One part: its findings, and the plans as text."""
     if part == "plans":
-        found, told = plans()
-        print(told)
-        return found, told
+        results, text = plans()
+        print(text)
+        return results, text
     parts: dict[str, Callable[[], list[Finding]]] = {
         "parity": parity, "memory": memory, "bytes": closed_form, "speed": lambda: speed(rounds, steps),
         "chosen": lambda: choices(rounds, steps),
@@ -484,7 +487,7 @@ def run(part: str, rounds: int, steps: int) -> tuple[list[Finding], str]:
     return parts[part](), ""
 
 
-def written(name: str, results: Sequence[Finding], told: str, rounds: int, steps: int) -> None:
+def written(name: str, results: Sequence[Finding], plans_text: str, rounds: int, steps: int) -> None:
     """A result file."""
     if name == "convolution":
         title, known = "The targets of convolution in every direction", settings()
@@ -496,7 +499,7 @@ VmHWM over two steps, reset before, beyond what the process held after a step on
 cost are predictions.
 
 ```text
-{told}
+{plans_text}
 ```"""
     else:
         title, known = "Convolution in every direction beside one process", {}
@@ -525,10 +528,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = False
     for name, parts in wanted.items():
         done = [run(part, options.rounds, options.steps) for part in parts]
-        results = [one for found, _ in done for one in found]
-        failed |= any(one.verdict == "fail" for one in results)
+        results = [finding for rows, _ in done for finding in rows]
+        failed |= any(finding.verdict == "fail" for finding in results)
         if name:
-            written(name, results, "".join(told for _, told in done), options.rounds, options.steps)
+            written(name, results, "".join(text for _, text in done), options.rounds, options.steps)
     return int(failed)
 
 

@@ -103,13 +103,13 @@ def own_choices(graph: Graph, limit: int) -> str:
     """What PyTorch can do within the limit, in words."""
     plan = mw.plan(graph, layout=mw.Layout())
     native = msgspec.structs.replace(plan, stages=(msgspec.structs.replace(plan.stage, operator_algorithms={}),))
-    every = convolutions_of(PlanLowering(graph)(native))
-    whole = sum(native_bytes(sizes) <= limit for sizes in every)
-    unfolded = sum(native_bytes(sizes._replace(dtype="float64")) // 2 <= limit for sizes in every)
-    one = sum(native_bytes(sizes._replace(samples=1)) <= limit for sizes in every)
+    convolutions = convolutions_of(PlanLowering(graph)(native))
+    whole = sum(native_bytes(sizes) <= limit for sizes in convolutions)
+    unfolded = sum(native_bytes(sizes._replace(dtype="float64")) // 2 <= limit for sizes in convolutions)
+    by_sample = sum(native_bytes(sizes._replace(samples=1)) <= limit for sizes in convolutions)
     return (
-        f"limit {limit / 2**20:.2f} MiB; of {len(every)} convolutions, PyTorch's own fits in {whole} with oneDNN, "
-        f"in {unfolded} without, in {one} with oneDNN on one sample"
+        f"limit {limit / 2**20:.2f} MiB; of {len(convolutions)} convolutions, PyTorch's own fits in {whole} with "
+        f"oneDNN, in {unfolded} without, in {by_sample} with oneDNN on one sample"
     )
 
 
@@ -156,7 +156,7 @@ def side_by_side(name: str, graph: Graph, limit: int, rounds: int, steps: int) -
 
 def speed(name: str, rounds: int, steps: int) -> list[Finding]:
     """Under the limit beside what PyTorch does with the least workspace; without a limit beside eager PyTorch."""
-    found: list[Finding] = []
+    results: list[Finding] = []
     with Ranks() as ranks:
         both = ranks(1, run, name, rounds, steps, timeout=1800.0)[0]
     for limited, (seconds, losses, words) in both.items():
@@ -166,10 +166,10 @@ def speed(name: str, rounds: int, steps: int) -> list[Finding]:
             else f"{name}, no limit: at most {NOT_SLOWER} x the time of eager PyTorch"
         )
         limit = 1 / LEAST_SPEEDUP if limited else NOT_SLOWER
-        one = judged(target, seconds, OURS, limit, settings=name, num_ranks=1, steps=steps, losses=losses)
-        found.append(msgspec.structs.replace(one, measured=f"{one.measured}; {words}"))
-        show(found[-1])
-    return found
+        comparison = judged(target, seconds, OURS, limit, settings=name, num_ranks=1, steps=steps, losses=losses)
+        results.append(msgspec.structs.replace(comparison, measured=f"{comparison.measured}; {words}"))
+        show(results[-1])
+    return results
 
 
 def trained(name: str) -> tuple[float, int]:
@@ -181,21 +181,21 @@ def trained(name: str) -> tuple[float, int]:
     expected = oracle.in_one_process(oracle.Subject(serial, classification_loss, [batch, batch]), fast)
     pair = oracle.Subject(model, classification_loss, [batch, batch])
     before = {key: value.clone() for key, value in serial.state_dict().items()}
-    found, trainer = oracle.in_parallel(pair, mw.Layout(workspace_bytes=limit), fast)
-    return oracle.compared(before, expected, found, trainer).error, len(trainer.plan.stage.operator_algorithms)
+    result, trainer = oracle.in_parallel(pair, mw.Layout(workspace_bytes=limit), fast)
+    return oracle.compared(before, expected, result, trainer).error, len(trainer.plan.stage.operator_algorithms)
 
 
 def parity(name: str) -> Finding:
     with Ranks() as ranks:
         error, count = ranks(1, trained, name, timeout=1800.0)[0]
     good = error <= oracle.TOLERANCE and count > 0
-    found = Check(
+    check = Check(
         target=f"{name}: the same numbers in float64, in training", passed=int(good), total=1,
         verdict="pass" if good else "fail",
         measured=f"largest relative error {error:.1e} after 2 steps; {count} convolutions and gradients not native",
     )  # fmt: skip
-    show(found)
-    return found
+    show(check)
+    return check
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -209,8 +209,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("a median needs at least 5 rounds")
     warnings.simplefilter("ignore")
     names = [options.only] if options.only else list(MODELS)
-    found: list[Finding] = [parity(name) for name in names]
-    found += [each for name in names for each in speed(name, options.rounds, options.steps)]
+    results: list[Finding] = [parity(name) for name in names]
+    results += [each for name in names for each in speed(name, options.rounds, options.steps)]
     if not options.only:
         settings = {
             name: Settings(dtype="float32", ranks=1, threads=1, sizes={"batch": BATCHES[name], "image": 224})
@@ -223,9 +223,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = (__doc__ or "").partition("\n\n")[2].partition("missed.\n")[2]
         report.write(
             "convolution_algorithms", "Algorithms of convolutions under a limit of workspace", COMMAND, timed, settings,
-            found, text,
+            results, text,
         )  # fmt: skip
-    return int(any(each.verdict == "fail" for each in found))
+    return int(any(each.verdict == "fail" for each in results))
 
 
 if __name__ == "__main__":

@@ -85,12 +85,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         findings.append(finding(f"chapter {name.replace('-', ' ')}, the experiment", name, seconds, LIMIT_S))
         report.show(findings[-1])
     if only:
-        return int(any(one.verdict == "fail" for one in findings))
+        return int(any(row.verdict == "fail" for row in findings))
     findings.append(finding("all experiments", "all", together_s, TOGETHER_S))
     report.show(findings[-1])
     timed = "CPU seconds of all processes of an experiment, from start to end"
     report.write("course", "Experiments of the course", COMMAND, timed, settings, findings, TEXT)
-    return int(any(one.verdict == "fail" for one in findings))
+    return int(any(row.verdict == "fail" for row in findings))
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def cache_findings(rounds: int) -> list[Finding]:
         best = belady_misses(np.concatenate(orders).tolist(), room * num_ranks)
         right += best <= misses <= sum(lru_misses(samples.tolist(), room) for samples in accesses)
         equal += best == misses
-    found = expected_accesses(16, 90, 1_281_167, 0.8)
+    expected = expected_accesses(16, 90, 1_281_167, 0.8)
     return [
         report.share(
             "misses are never below those of Belady's cache and never above those of LRU, 1 to 8 ranks", right, CASES,
@@ -92,7 +92,7 @@ def cache_findings(rounds: int) -> list[Finding]:
         ),
         report.share(
             "samples that a rank uses more than 1.8 times as often as the mean: 31,634.7 of 1,281,167 (16 ranks, 90 "
-            "epochs)", int(abs(found - 31_634.7) < 0.05), 1, f"{found:,.1f}",
+            "epochs)", int(abs(expected - 31_634.7) < 0.05), 1, f"{expected:,.1f}",
         ),
     ]  # fmt: skip
 
@@ -101,7 +101,7 @@ def cache_findings(rounds: int) -> list[Finding]:
 
 
 @dataclass(frozen=True)
-class Case:
+class DiskCase:
     """Ranks that share a disk, each with ``MEMORY_BYTES``, and perhaps a cache on a disk that is not throttled."""
 
     name: str
@@ -111,9 +111,9 @@ class Case:
 
 
 CASES_OF_DISK = (
-    Case("one rank with a cache on its local disk", 1, True, HALF),
-    Case("four ranks that share their memory", 4, False, HALF),
-    Case("one rank with its memory alone", 1, False, None),
+    DiskCase("one rank with a cache on its local disk", 1, True, HALF),
+    DiskCase("four ranks that share their memory", 4, False, HALF),
+    DiskCase("one rank with its memory alone", 1, False, None),
 )
 
 
@@ -146,7 +146,7 @@ class RankOrder:
 
 
 @dataclass
-class Played:
+class DiskRun:
     """A run: seconds of a step, waits included; mean seconds that a step waits; losses of the first steps; reads."""
 
     step_s: float
@@ -155,7 +155,7 @@ class Played:
     reads: int = 0
 
 
-def play(feeds: Sequence[Iterator[Any]], num_steps: int, step_s: float) -> Played:
+def play(feeds: Sequence[Iterator[Any]], num_steps: int, step_s: float) -> DiskRun:
     """Steps of ranks that begin a step together."""
     waits, losses = [], []
     begun = time.perf_counter()
@@ -166,10 +166,10 @@ def play(feeds: Sequence[Iterator[Any]], num_steps: int, step_s: float) -> Playe
         if number < 3:
             losses.append(float(torch.stack([batch["image"].float().mean() for batch in batches]).mean()))
         time.sleep(max(0.0, step_s - (time.perf_counter() - asked - waits[-1])))
-    return Played((time.perf_counter() - begun) / num_steps, sum(waits) / num_steps, losses)
+    return DiskRun((time.perf_counter() - begun) / num_steps, sum(waits) / num_steps, losses)
 
 
-def ours(case: Case, store: Store, folder: Path, epochs: int, step_s: float) -> tuple[Played, float]:
+def ours(case: DiskCase, store: Store, folder: Path, epochs: int, step_s: float) -> tuple[DiskRun, float]:
     """A run with loaders that fetch ahead, and its simulated mean wait."""
     num_steps = epochs * SAMPLES // BATCH
     loaders = [
@@ -183,16 +183,16 @@ def ours(case: Case, store: Store, folder: Path, epochs: int, step_s: float) -> 
     for loader in loaders:
         loader.meet(introductions)
     predicted = foretold(loaders[0], step_s, num_steps, FeedRates(file_bytes_per_s=RATE))
-    found = play([iter(loader) for loader in loaders], num_steps, step_s)
+    played = play([iter(loader) for loader in loaders], num_steps, step_s)
     for loader in loaders:
         loader.stop()
-    found.reads = sum(loader.counts().reads for loader in loaders)
+    played.reads = sum(loader.counts().reads for loader in loaders)
     for loader in loaders:
         loader.close()
-    return found, sum(predicted.waits) / num_steps
+    return played, sum(predicted.waits) / num_steps
 
 
-def theirs(case: Case, store: Store) -> Played:
+def theirs(case: DiskCase, store: Store) -> DiskRun:
     """The same run with a DataLoader on each rank."""
     loaders = [
         DataLoader(
@@ -214,40 +214,40 @@ def theirs(case: Case, store: Store) -> Played:
 
 def disk_findings(rounds: int) -> list[Finding]:
     """Runs on a throttled disk, beside a DataLoader and beside the simulation."""
-    found: list[Finding] = []
+    results: list[Finding] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         files = _files(folder / "files")
         for case in CASES_OF_DISK:
-            found += _of_a_case(case, files, folder, rounds)
-        found.append(_ample(files, folder, rounds))
-    return found
+            results += _of_a_case(case, files, folder, rounds)
+        results.append(_ample(files, folder, rounds))
+    return results
 
 
-def _of_a_case(case: Case, files: Store, folder: Path, rounds: int) -> list[Finding]:
-    mine: list[Played] = []
-    others: list[Played] = []
+def _of_a_case(case: DiskCase, files: Store, folder: Path, rounds: int) -> list[Finding]:
+    own_runs: list[DiskRun] = []
+    peer_runs: list[DiskRun] = []
     predicted_s = 0.0
     for _ in range(rounds):
-        one, predicted_s = ours(case, SlowStore(files, TokenBucket(RATE)), folder, EPOCHS, STEP_S)
-        mine.append(one)
-        others.append(theirs(case, SlowStore(files, TokenBucket(RATE))))
+        played, predicted_s = ours(case, SlowStore(files, TokenBucket(RATE)), folder, EPOCHS, STEP_S)
+        own_runs.append(played)
+        peer_runs.append(theirs(case, SlowStore(files, TokenBucket(RATE))))
     steps = EPOCHS * SAMPLES // BATCH
-    seconds = {OURS: [one.step_s for one in mine], PEER: [one.step_s for one in others]}
+    seconds = {OURS: [played.step_s for played in own_runs], PEER: [played.step_s for played in peer_runs]}
     judged = report.judged(
         f"{case.name}: a run on data four times the memory takes at most {case.limit or HALF:g} of a DataLoader's time",
         seconds, OURS, case.limit or HALF, settings=case.name, num_ranks=1, steps=steps,
-        losses={OURS: mine[0].losses, PEER: others[0].losses}, loss_spread=0.0,
+        losses={OURS: own_runs[0].losses, PEER: peer_runs[0].losses}, loss_spread=0.0,
     )  # fmt: skip
     if case.limit is None:
         least = 1 - (EPOCHS - 1) / EPOCHS * (_kept(case) / SAMPLES)
         text = f"{judged.measured}; with this memory, no cache reads less than {least:.3f} of the DataLoader's bytes"
         judged = type(judged)(**{**_fields(judged), "verdict": "reported", "measured": text})
-    predicted = _predicted(case.name, predicted_s, [one.waited_s for one in mine], steps)
-    return [judged, predicted, _misses(case, mine)]
+    predicted = _predicted(case.name, predicted_s, [played.waited_s for played in own_runs], steps)
+    return [judged, predicted, _misses(case, own_runs)]
 
 
-def _misses(case: Case, mine: Sequence[Played]) -> Check:
+def _misses(case: DiskCase, runs: Sequence[DiskRun]) -> Check:
     """Reads of the runs, those after the last step included, beside other caches of equal size."""
     orders = [SeededOrder(SAMPLES, 0, True).epoch(epoch) for epoch in range(EPOCHS)]
     pieces = [divided(order, BATCH, case.num_ranks, drop_last=True) for order in orders]
@@ -256,7 +256,7 @@ def _misses(case: Case, mine: Sequence[Played]) -> Check:
     oldest = sum(
         lru_misses(np.concatenate([piece[rank] for piece in pieces]).tolist(), each) for rank in range(case.num_ranks)
     )
-    reads = [one.reads for one in mine]
+    reads = [run.reads for run in runs]
     inside = sum(best <= count <= oldest for count in reads)
     return report.share(
         f"{case.name}: reads of the disk are never below Belady's and never above LRU's", inside, len(reads),
@@ -264,7 +264,7 @@ def _misses(case: Case, mine: Sequence[Played]) -> Check:
     )  # fmt: skip
 
 
-def _kept(case: Case) -> int:
+def _kept(case: DiskCase) -> int:
     """The samples that all ranks together keep in memory, beside staging and a batch that waits."""
     batch = BATCH // case.num_ranks * SAMPLE_BYTES
     staging = max(2 * batch, MEMORY_BYTES // 8)
@@ -277,9 +277,9 @@ def _ample(files: Store, folder: Path, rounds: int) -> Check:
         loader = PrefetchLoader(SlowStore(files, TokenBucket(RATE)), BATCH, MEMORY_BYTES, epochs=2)
         feed = iter(loader)
         play([feed], 2, AMPLE_STEP_S)  # the first batch is always waited for
-        found = play([feed], SAMPLES // BATCH, AMPLE_STEP_S)
+        played = play([feed], SAMPLES // BATCH, AMPLE_STEP_S)
         loader.close()
-        shares.append(found.waited_s / AMPLE_STEP_S)
+        shares.append(played.waited_s / AMPLE_STEP_S)
         right += shares[-1] <= NO_WAIT
     return report.share(
         f"{case.name}: steps wait for less than {NO_WAIT:.0%} of their time when the disk gives 1.3 times what they "
@@ -314,8 +314,8 @@ def _decode(content: memoryview) -> torch.Tensor:
     return torch.frombuffer(content, dtype=torch.uint8)
 
 
-def _fields(found: Any) -> dict[str, Any]:
-    return {name: getattr(found, name) for name in found.__struct_fields__}
+def _fields(finding: Any) -> dict[str, Any]:
+    return {name: getattr(finding, name) for name in finding.__struct_fields__}
 
 
 PARTS: dict[str, Callable[[int], list[Finding]]] = {"cache": cache_findings, "disk": disk_findings}
@@ -323,7 +323,7 @@ PARTS: dict[str, Callable[[int], list[Finding]]] = {"cache": cache_findings, "di
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; write the result if all parts were measured."""
-    found, _, whole = report.measured(COMMAND, __doc__, PARTS, ROUNDS, arguments)
+    results, _, whole = report.measured(COMMAND, __doc__, PARTS, ROUNDS, arguments)
     if whole:
         timed = "A run of several epochs, from asking for the first batch to the end of the last step, by its steps."
         sizes: dict[str, Any] = {
@@ -335,8 +335,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for case in CASES_OF_DISK
         }
         text = (__doc__ or "").partition("is missed.")[2].strip()
-        report.write("data", "Data fetched ahead", COMMAND, timed, settings, found, text)
-    return report.alone(found)
+        report.write("data", "Data fetched ahead", COMMAND, timed, settings, results, text)
+    return report.alone(results)
 
 
 if __name__ == "__main__":

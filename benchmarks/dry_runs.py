@@ -35,40 +35,40 @@ from tests.end_to_end.dry_run_cases import Case
 COMMAND = "make bench-dry-runs"
 
 
-class Row(NamedTuple):
+class DryRunRow(NamedTuple):
     """A case: its name, and its report or the error with which it was refused."""
 
     name: str
-    found: DryRun | str
+    outcome: DryRun | str
 
     @property
     def clean(self) -> bool:
-        return isinstance(self.found, DryRun) and self.found.clean and self.found.matched
+        return isinstance(self.outcome, DryRun) and self.outcome.clean and self.outcome.matched
 
 
-def run(case: Case) -> Row:
+def run(case: Case) -> DryRunRow:
     """One case."""
     try:
-        return Row(case.name, dry_run_cases.run(case))
+        return DryRunRow(case.name, dry_run_cases.run(case))
     except MeshwrightError as error:
-        return Row(case.name, str(error))
+        return DryRunRow(case.name, str(error))
 
 
-def judged(part: str, rows: Sequence[Row]) -> list[Finding]:
+def judged(part: str, rows: Sequence[DryRunRow]) -> list[Finding]:
     """The verdicts on the cases of one part."""
     clean = sum(row.clean for row in rows)
-    reports = [row.found for row in rows if isinstance(row.found, DryRun)]
+    reports = [row.outcome for row in rows if isinstance(row.outcome, DryRun)]
     waits = sum(not each.of("wait") for each in reports)
-    wrong = {row.name: _told(row) for row in rows if not row.clean}
+    wrong = {row.name: _problem_text(row) for row in rows if not row.clean}
     off = {
         f"{row.name}, rank {each.rank}": f"{each.peak_bytes}, predicted {each.predicted_bytes} ({each.deviation:+.1%})"
         for row in rows
-        if isinstance(row.found, DryRun)
-        for each in row.found.ranks
+        if isinstance(row.outcome, DryRun)
+        for each in row.outcome.ranks
         if not dry_run_cases.as_predicted(each)
     }
     ranks = sum(len(each.ranks) for each in reports)
-    furthest = max((each.deviation for found in reports for each in found.ranks), key=abs, default=0.0)
+    furthest = max((each.deviation for dry_run in reports for each in dry_run.ranks), key=abs, default=0.0)
     return [
         report.share(f"{part}: every case dry-runs clean", clean, len(rows), f"{clean} of {len(rows)} cases", wrong),
         report.share(f"{part}: the host never waits for the device", waits, len(rows), f"{waits} of {len(rows)} cases"),
@@ -79,10 +79,10 @@ def judged(part: str, rows: Sequence[Row]) -> list[Finding]:
     ]  # fmt: skip
 
 
-def _told(row: Row) -> str:
-    if isinstance(row.found, str):
-        return row.found
-    return "; ".join(f"{each.kind}: {each.what}" for each in row.found.findings[:3]) or "its ranks were not compared"
+def _problem_text(row: DryRunRow) -> str:
+    if isinstance(row.outcome, str):
+        return row.outcome
+    return "; ".join(f"{each.kind}: {each.what}" for each in row.outcome.findings[:3]) or "its ranks were not compared"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -101,20 +101,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "pipelines": partial(dry_run_cases.pipeline_cases, options.every),
         "large": partial(dry_run_cases.large, dry_run_cases.deep_gpt),
     }
-    found: list[Finding] = []
+    results: list[Finding] = []
     console = Console()
     for part in options.only or parts:
         cases = list(itertools.islice(parts[part](), options.first or None))
-        found += judged(part, [run(case) for case in track(cases, part, console=console)])
-    for finding in found:
+        results += judged(part, [run(case) for case in track(cases, part, console=console)])
+    for finding in results:
         console.print(f"{finding.verdict:9} {finding.target}: {finding.measured}", highlight=False, markup=False)
         for name, text in finding.notes.items():
             console.print(f"            {name}: {text}", highlight=False, markup=False)
     if not options.only and not options.first:
         settings = {"steps": Settings(dtype="float64 and float32", ranks=1, threads=1, sizes={})}
         text = (__doc__ or "").partition("in place of those in which every two values meet.")[2].strip()
-        report.write("dry_runs", "Dry runs", COMMAND, "nothing", settings, found, text)
-    return report.alone(found)
+        report.write("dry_runs", "Dry runs", COMMAND, "nothing", settings, results, text)
+    return report.alone(results)
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def largest_shift(emulated: Trace, simulated: Trace) -> float:
     """
     ends = [
         {
-            (span.rank, span.what): span.end_s - min(one.start_s for one in trace.spans if one.what == "0F0")
+            (span.rank, span.what): span.end_s - min(first.start_s for first in trace.spans if first.what == "0F0")
             for span in trace.spans
             if span.stream == "compute" and span.what[0].isdigit()
         }
@@ -92,7 +92,7 @@ def largest_shift(emulated: Trace, simulated: Trace) -> float:
 
 def findings() -> list[Finding]:
     """For each schedule, whether steps took as long as simulated, and whether every action ended when it should."""
-    found: list[Finding] = []
+    results: list[Finding] = []
     for name, chunks in SCHEDULES:
         schedule = add_reduction(add_communication(build(name, RANKS, MICROBATCHES, chunks)))
         work = work_of(RANKS * chunks)
@@ -109,7 +109,7 @@ def findings() -> list[Finding]:
         shift = statistics.median(largest_shift(trace, simulated) for trace in traces)
         ratio = statistics.median(ratios)
         passed = abs(ratio - 1) <= TOLERANCE and shift <= TOLERANCE
-        found.append(
+        results.append(
             Check(
                 target=f"emulated device, p = {RANKS}, m = {MICROBATCHES}, {name}: as simulated within {TOLERANCE:.0%}",
                 verdict="pass" if passed else "fail",
@@ -120,7 +120,7 @@ def findings() -> list[Finding]:
                 notes={"ratios": ratios, "shift": shift, "load_before": os.getloadavg()[0]},
             )
         )
-    return found
+    return results
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def every_layout(graph: Graph, num_devices: int) -> Iterator[Layout]:
 
 
 @dataclass(frozen=True)
-class Step:
+class UniformStep:
     """A uniform layout with its simulated step."""
 
     layout: Layout
@@ -115,7 +115,7 @@ class Uniform:
     graph: Graph
     cluster: Cluster
     counts: Counter[str] = field(default_factory=Counter)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[UniformStep] = field(default_factory=list)
     without: list[Layout] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -147,34 +147,34 @@ class Uniform:
             if bound_s >= self.best_s:
                 self._leave_out(group, zero, kind)
                 continue
-            found = self._simulate(group, zero, RECOMPUTE[kind])
-            if found is None:
+            simulated = self._simulate(group, zero, RECOMPUTE[kind])
+            if simulated is None:
                 self.counts["left out"] += len(group) * (len(RECOMPUTE) - kind - 1)
             else:
-                self._recompute(group, found[0], bound_s, zero, kind)
+                self._recompute(group, simulated[0], bound_s, zero, kind)
 
-    def best(self) -> Step:
+    def best(self) -> UniformStep:
         """The fastest layout, with the best bucket sizes."""
         fitting = sorted((step for step in self.steps if step.fits), key=lambda step: step.step_s)
         near = [step for step in fitting[:FINALISTS] if step.step_s <= NEAR * self.best_s]
         return min((self.as_asked(step.layout) for step in near), key=lambda step: step.step_s)
 
-    def as_asked(self, layout: Layout) -> Step:
+    def as_asked(self, layout: Layout) -> UniformStep:
         """A layout as ``mw.plan`` plans it for a user, with the best bucket sizes."""
         plan = self._plan(layout, replace(self.ask, fits_buckets=True))
-        found = foretell(self.lower, plan, self.cluster)
-        return Step(layout, found.played.step_s, found.fits())
+        prediction = foretell(self.lower, plan, self.cluster)
+        return UniformStep(layout, prediction.played.step_s, prediction.fits())
 
     def better_controls(self) -> tuple[int, int]:
         """How many of some layouts that were left out, drawn at random, fit and are faster; and how many there are."""
         drawn = random.Random(0).sample(self.without, min(CONTROLS, len(self.without)))
-        found = []
+        steps = []
         for layout in drawn:
             try:
-                found.append(self.as_asked(layout))
+                steps.append(self.as_asked(layout))
             except REFUSALS:
                 continue
-        return sum(step.fits and step.step_s < self.best_s for step in found), len(found)
+        return sum(step.fits and step.step_s < self.best_s for step in steps), len(steps)
 
     def _plan(self, layout: Layout, ask: Ask) -> Plan:
         return plan_layout(self.graph, layout, world_size=layout.num_ranks, cluster=self.cluster, ask=ask)
@@ -190,11 +190,11 @@ class Uniform:
 
     def _without_zero(self, group: Group) -> bool:
         """Simulate a group, and note what may be faster, or fit. Returns whether all fit."""
-        found = self._simulate(group, 0, "none")
-        if found is None:
+        simulated = self._simulate(group, 0, "none")
+        if simulated is None:
             self.counts["refused"] += len(group) * (len(RECOMPUTE) * (1 + len(self._zeros(group))) - 1)
             return False
-        steps, plan, work = found
+        steps, plan, work = simulated
         self._recompute(group, steps, 0.0, 0, 0)
         if self._zeros(group):
             lighter = StepWork(tuple(map(_unsummed, work.stages)), work.heap_factor)
@@ -203,7 +203,9 @@ class Uniform:
                 self._put(bound_s - self._adding_s(plan), group, zero, 0)
         return all(step.fits for step in steps)
 
-    def _recompute(self, group: Group, steps: Sequence[Step], bound_s: float, zero: ZeroStage, kind: int) -> None:
+    def _recompute(
+        self, group: Group, steps: Sequence[UniformStep], bound_s: float, zero: ZeroStage, kind: int
+    ) -> None:
         """Note the layouts of a group that do not fit: they may fit with the next kind of recomputation. ``steps`` are
         those with this ``kind``. No kind is faster than the same layout without recomputation."""
         lacking = {step.layout.schedule: step for step in steps if not step.fits}
@@ -223,7 +225,7 @@ class Uniform:
 
     def _simulate(
         self, group: Group, zero: ZeroStage, recompute: Recompute
-    ) -> tuple[list[Step], Plan, StepWork] | None:
+    ) -> tuple[list[UniformStep], Plan, StepWork] | None:
         """The steps of a group, which has one plan but for the schedule. None: the layouts are refused."""
         own = [msgspec.structs.replace(layout, zero=zero, recompute=recompute) for layout in group]
         try:
@@ -237,10 +239,10 @@ class Uniform:
         self.steps += steps
         return steps, plan, work
 
-    def _played(self, plan: Plan, layout: Layout, work: StepWork) -> Step:
+    def _played(self, plan: Plan, layout: Layout, work: StepWork) -> UniformStep:
         schedule = layout.schedule if layout.pp > 1 else "none"
-        found = foretell(self.lower, msgspec.structs.replace(plan, schedule=schedule), self.cluster, work=work)
-        return Step(layout, found.played.step_s, found.fits())
+        prediction = foretell(self.lower, msgspec.structs.replace(plan, schedule=schedule), self.cluster, work=work)
+        return UniformStep(layout, prediction.played.step_s, prediction.fits())
 
     def _adding_s(self, plan: Plan) -> float:
         """At least the seconds in which a rank adds the gradients of all micro-batches but the first to the sum: each

@@ -38,7 +38,7 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import RECOMPUTE, ZERO_STAGES, Layout, Recompute
 from meshwright.ir.layout_text import layout_text
-from meshwright.ir.level import Level, Member
+from meshwright.ir.level import Level, LevelMembers
 from meshwright.ir.part import part_of, pools_of
 from meshwright.ir.result import Check
 from meshwright.lower.plans import PlanLowering
@@ -70,7 +70,7 @@ LOWERED = 4
 
 
 @dataclass(frozen=True)
-class Step:
+class StagedStep:
     """One plan: where it is cut, what each stage recomputes, its estimated seconds, the bytes of the fullest rank."""
 
     layout: Layout
@@ -129,7 +129,7 @@ def random_cluster(random: np.random.Generator) -> Cluster:
     )  # fmt: skip
     if len(levels) > 1 and random.random() < 0.75:
         devices = [cluster.device, slowed(cluster.device, random.uniform(1.2, 4.0))][:: random.choice([-1, 1])]
-        members = tuple(Member(count=1, device=device, levels=levels[:1]) for device in devices)
+        members = tuple(LevelMembers(count=1, device=device, levels=levels[:1]) for device in devices)
         levels = (msgspec.structs.replace(levels[-1], members=members),)
     count = int(np.prod(fan_outs))
     return msgspec.structs.replace(cluster, num_devices=count, levels=levels, collectives=(), open_ended=False)
@@ -176,28 +176,28 @@ class EveryPlan:
             for ranks in pools
         ]  # fmt: skip
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[StagedStep]:
         """Every plan that can be made of the layers."""
         for layout in every_layout(self.graph, self.cluster.num_devices, self.most_tp):
             with suppress(MeshwrightError):  # the layout does not suit the model
                 yield from self._of_layout(layout)
 
-    def _of_layout(self, layout: Layout) -> Iterator[Step]:
+    def _of_layout(self, layout: Layout) -> Iterator[StagedStep]:
         num_layers, num_stages = len(self.chain.layers), layout.pp * layout.chunks
         schedule = training_schedule(layout.schedule, layout.pp, layout.microbatches, layout.chunks)
         works = {kind: self._works(layout, kind) for kind in RECOMPUTE}
         kinds = [
             kind for number, kind in enumerate(RECOMPUTE)
-            if all([one.works for one in works[kind]] != [one.works for one in works[other]]
+            if all([stage.works for stage in works[kind]] != [stage.works for stage in works[other]]
                    for other in RECOMPUTE[:number])
         ]  # fmt: skip
         for cut in itertools.combinations(range(1, num_layers), num_stages - 1):
             for chosen in itertools.product(kinds, repeat=num_stages):
                 work = self._assembled(layout, cut, [works[kind][at] for at, kind in enumerate(chosen)])
                 peak = max(memory.peak_bytes for memory in peak_memory(work, schedule))
-                yield Step(layout, cut, chosen, simulated_s(layout, work, self.cluster), peak)
+                yield StagedStep(layout, cut, chosen, simulated_s(layout, work, self.cluster), peak)
 
-    def option(self, step: Step) -> Option:
+    def option(self, step: StagedStep) -> Option:
         """A plan in the form in which the search lowers it."""
         layout = step.layout
         work = self._assembled(layout, step.cut, [
@@ -280,14 +280,14 @@ class Searched:
     def lowered_s(self, option: Option) -> float:
         """The simulated seconds of an option as a whole model, with buckets of 8 MiB; infinite if it does not fit."""
         try:
-            _, found = self.search.model.planned(option, explains=False)
+            _, prediction = self.search.model.planned(option, explains=False)
         except REFUSALS:
             return inf
-        return found.played.step_s if found.fits(self.search.memory_bytes) else inf
+        return prediction.played.step_s if prediction.fits(self.search.memory_bytes) else inf
 
 
 @dataclass(frozen=True)
-class Gap:
+class SearchGap:
     """How much longer plans of a search take than the best of all ``plans``: the fastest plan that it lowers (``over``)
     and the plan that it chooses (``chosen``). ``equal``: the fastest, compared with plans whose stages have equal
     sizes. Infinite: the search finds nothing that fits, although a plan does."""
@@ -301,7 +301,7 @@ class Gap:
     unlike: bool
 
 
-def gap(seed: int, most_layers: int = 5) -> list[Gap]:
+def gap(seed: int, most_layers: int = 5) -> list[SearchGap]:
     """The gaps of a random model on a random cluster, with much memory and with little; empty if the model has more
     than ``most_layers`` layers."""
     random = np.random.default_rng(seed)
@@ -315,13 +315,13 @@ def gap(seed: int, most_layers: int = 5) -> list[Gap]:
     return [_gap(Searched(graph, cluster, limit_bytes), every, steps) for limit_bytes in (MUCH, limit)]
 
 
-def _gap(searched: Searched, every: EveryPlan, steps: Sequence[Step]) -> Gap:
+def _gap(searched: Searched, every: EveryPlan, steps: Sequence[StagedStep]) -> SearchGap:
     """The gap of a search. ``steps`` are all plans, the fastest first."""
     searched.run()
     fitting = [step for step in steps if step.peak_bytes <= searched.search.limit]
     known: dict[str, float] = {}
 
-    def best_of(steps: Sequence[Step]) -> tuple[float, str]:
+    def best_of(steps: Sequence[StagedStep]) -> tuple[float, str]:
         """The fastest as whole models. Of plans that take equally long by the prices, only the first is tried."""
         lowered = 0
         for step in reversed({step.step_s: step for step in reversed(steps)}.values()):
@@ -335,7 +335,7 @@ def _gap(searched: Searched, every: EveryPlan, steps: Sequence[Step]) -> Gap:
     equal_s, _ = best_of([step for step in fitting if not step.layout.stage_sizes])
     best_s, best = best_of(fitting)
     ours_s, ours = min(((seconds, name) for name, seconds in searched.lowered.items()), default=(inf, "nothing"))
-    return Gap(
+    return SearchGap(
         over=over(ours_s, best_s),
         chosen=over(searched.lowered.get(searched.chosen, inf), best_s),
         equal=over(ours_s, equal_s),
@@ -380,10 +380,13 @@ def stages_agree(count: int) -> tuple[int, float]:
     for seed in range(count):
         prices, pools, microbatches = stage_prices(np.random.default_rng(seed))
         expected = brute_force(prices, pools, microbatches, 1.0)
-        found = [assign_stages(prices, pools, microbatches, prunes=prunes) for prunes in (True, False)]
-        steps = [inf if one is None else one.step_s for one in found]
+        assignments = [assign_stages(prices, pools, microbatches, prunes=prunes) for prunes in (True, False)]
+        steps = [inf if assignment is None else assignment.step_s for assignment in assignments]
         right += all(step == expected or abs(step - expected) <= 1e-9 * expected for step in steps)
-        pruned, whole = (total + (one.entries if one else 0) for total, one in zip((pruned, whole), found, strict=True))
+        pruned, whole = (
+            total + (assignment.entries if assignment else 0)
+            for total, assignment in zip((pruned, whole), assignments, strict=True)
+        )
     return right, pruned / whole
 
 
@@ -400,7 +403,7 @@ def findings(count: int) -> list[Check]:
             f"it leaves {part:.1%} of the work", {"part": part},
         ),
     ]  # fmt: skip
-    gaps: list[Gap] = []
+    gaps: list[SearchGap] = []
     for seed in itertools.count():
         if len(gaps) >= 2 * count:  # each with much memory and with little
             break
@@ -418,7 +421,9 @@ def findings(count: int) -> list[Check]:
     ]  # fmt: skip
 
 
-def agreement(target: str, gaps: Sequence[Gap], over_of: Callable[[Gap], float], within: float = EQUAL) -> Check:
+def agreement(
+    target: str, gaps: Sequence[SearchGap], over_of: Callable[[SearchGap], float], within: float = EQUAL
+) -> Check:
     """How many searches are at most ``within`` above the best plan, and by how much the others miss it."""
     finite = [over for over in map(over_of, gaps) if over < inf]
     near = [sum(over <= limit for over in finite) for limit in (EQUAL, 1e-3, ALIKE, 0.1)]

@@ -138,10 +138,10 @@ def takeover_findings(rounds: int) -> list[Finding]:
             ]
             lost_s.append(at[1]["time_s"] - at[0]["time_s"])
             again.append(at[0]["steps"] - (at[2]["left"] - at[1]["left"]))
-        found, expected = losses(run), losses(whole)
+        actual, expected = losses(run), losses(whole)
     estimate = median(lost_s)
     less = [steps < kill[1] for steps, kill in zip(again, kills, strict=True)]
-    same = sum(found.get(step) == loss for step, loss in expected.items())
+    same = sum(actual.get(step) == loss for step, loss in expected.items())
     return [
         Duration(
             target=f"{WORDS}: the time from the kill to the next step, at most {LIMIT_S:g} s", limit_s=LIMIT_S,
@@ -187,8 +187,8 @@ def random_findings(rounds: int) -> list[Finding]:
             run, whole = (small(Path(scratch) / each, layout, 80) for each in ("run", "whole"))
             killed(run, kills, share=1e9)
             killed(whole, [])
-            found, expected = losses(run), losses(whole)
-        same = sum(found.get(step) == loss for step, loss in expected.items())
+            actual, expected = losses(run), losses(whole)
+        same = sum(actual.get(step) == loss for step, loss in expected.items())
         rows.append(report.share(
             f"kills at random moments, {name}: the losses are those of a run without kills, bit for bit", same,
             len(expected), f"{same} of {len(expected)} losses after {len(kills)} kills",
@@ -269,12 +269,12 @@ def host_findings(rounds: int) -> list[Finding]:
             for host in hosts:
                 host.kill()
         sizes = _sizes(directory)
-        found = losses(small(directory, {"dp": -1}, HOST_STEPS))
+        actual = losses(small(directory, {"dp": -1}, HOST_STEPS))
         whole = small(Path(scratch) / "whole", {"dp": 1}, HOST_STEPS)
         api.train(whole)
         expected = losses(whole)
-    worst = max((abs(found.get(step, np.inf) - loss) for step, loss in expected.items()), default=np.inf)
-    near = sum(abs(found.get(step, np.inf) - loss) <= TOLERANCE for step, loss in expected.items())
+    worst = max((abs(actual.get(step, np.inf) - loss) for step, loss in expected.items()), default=np.inf)
+    near = sum(abs(actual.get(step, np.inf) - loss) <= TOLERANCE for step, loss in expected.items())
     return [
         report.share(
             "hosts are lost and come again: the run goes on with those that are left, and with those that come",

@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -225,11 +226,11 @@ def duration(command: str, slow: bool) -> Finding:
 
 def settings() -> dict[str, Settings]:
     """By comparison and command: precision, ranks, threads and sizes."""
-    found = {command: Settings(sizes={"command": command}) for command in LIMITS_S}
-    for one in COMPARISONS:
-        sizes = asdict(one.model().config) | {"batch": BATCH}
-        found[one.name] = Settings(dtype="float32", ranks=one.num_ranks, threads=1, sizes=sizes)
-    return found
+    by_name = {command: Settings(sizes={"command": command}) for command in LIMITS_S}
+    for comparison in COMPARISONS:
+        sizes = asdict(comparison.model().config) | {"batch": BATCH}
+        by_name[comparison.name] = Settings(dtype="float32", ranks=comparison.num_ranks, threads=1, sizes=sizes)
+    return by_name
 
 
 def write(results: Sequence[Finding], rounds: int, steps: int) -> None:
@@ -268,11 +269,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("a median needs at least 5 rounds")
     warnings.simplefilter("ignore")  # of the peers' libraries
     console = Console(highlight=False, soft_wrap=True)
-    planned: list[tuple[str, Callable[[], Finding]]] = [("parity", lambda: parity(console))]
-    for one in COMPARISONS:
-        planned.append((one.name, lambda one=one: speed(one, options.rounds, options.steps)))  # type: ignore[misc]
+    planned: list[tuple[str, Callable[[], Finding]]] = [("parity", partial(parity, console))]
+    for comparison in COMPARISONS:
+        planned.append((comparison.name, partial(speed, comparison, options.rounds, options.steps)))
     for command in LIMITS_S:
-        planned.append((command, lambda command=command: duration(command, options.slow)))  # type: ignore[misc]
+        planned.append((command, partial(duration, command, options.slow)))
     results = []
     for name, run in planned:
         if options.only in name:

@@ -159,7 +159,7 @@ class Block(nn.Module):
         self.inner = FeedForward(width, inner)
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = (made(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for made in (self.q, self.k, self.v))
+        heads = (project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for project in (self.q, self.k, self.v))
         x = x + self.o(functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
         return x + self.inner(x)
 

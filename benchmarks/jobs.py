@@ -73,14 +73,14 @@ def makespan_findings(options: argparse.Namespace) -> list[Finding]:
               f"{record.measured_s:.3f} s; critical path {record.critical_s:.3f} s", flush=True)  # fmt: skip
     within = sum(abs(error) <= LIMIT for error in errors)
     total, graphs = len(errors), f"{len(errors)} random graphs of {SIZE} sleeping vertices on Ray"
-    told = (
+    text = (
         f"{within} of {total}; median {statistics.median(errors):+.2%}, worst {max(errors, key=abs):+.2%}; the median "
     )
-    told += f"is {statistics.median(against_path):.2f} x the critical path, because there are {CORES} cores"
+    text += f"is {statistics.median(against_path):.2f} x the critical path, because there are {CORES} cores"
     notes = {"errors": [round(error, 4) for error in errors]}
     return [
         Check(
-            target=f"{graphs}: makespan within {LIMIT:.0%} of the simulated one", measured=told, notes=notes,
+            target=f"{graphs}: makespan within {LIMIT:.0%} of the simulated one", measured=text, notes=notes,
             verdict="pass" if within == total else "fail", passed=within, total=total,
         ),
         Check(
@@ -115,15 +115,15 @@ def kill_findings(options: argparse.Namespace) -> list[Finding]:
                 1000 + graphs, folder, size=KILL_SIZE, cores=CORES, least_s=KILL_S[0], most_s=KILL_S[1]
             )
             save(graph, folder / "g.toml")
-            found = _killed(folder, draw, min(KILLS_OF_A_GRAPH, options.kills - kills.total()))
+            killed = _killed(folder, draw, min(KILLS_OF_A_GRAPH, options.kills - kills.total()))
             graphs += 1
-            kills += found.kills
-            again += found.starts_again
-            problems += [f"graph {graphs}: {problem}" for problem in found.problems]
+            kills += killed.kills
+            again += killed.starts_again
+            problems += [f"graph {graphs}: {problem}" for problem in killed.problems]
             same = hashes_in(folder / "runs" / "g") == serial_hashes(graph)
             equal += same
-            print(f"graph {graphs}: {dict(found.kills)}, {found.starts_again} started again, "
-                  f"{'equal' if same else 'NOT EQUAL'}; {'; '.join(found.problems)}", flush=True)  # fmt: skip
+            print(f"graph {graphs}: {dict(killed.kills)}, {killed.starts_again} started again, "
+                  f"{'equal' if same else 'NOT EQUAL'}; {'; '.join(killed.problems)}", flush=True)  # fmt: skip
     counted = ", ".join(f"{count} of {kind}" for kind, count in sorted(kills.items()))
     passed = kills.total() >= options.kills and not problems
     return [
@@ -238,14 +238,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=KILLS, help=f"kills ({KILLS})")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the victims")
     options = parser.parse_args(arguments)
-    found = [finding for part in options.only or PARTS for finding in PARTS[part](options)]
+    results = [finding for part in options.only or PARTS for finding in PARTS[part](options)]
     if not options.only and (options.graphs, options.kills) == (GRAPHS, KILLS):
         timed = "From the start of a graph's first vertex until the journal has the end of its last."
         sizes: dict[str, str | int | float | bool] = {"vertices": SIZE, "cores of the node": CORES}
         settings = {SETTINGS: Settings(dtype="none", ranks=1, threads=1, sizes=sizes)}
         text = (__doc__ or "").partition("many of them.")[2].strip()
-        report.write("jobs", "Job graphs", COMMAND, timed, settings, found, text)
-    return report.alone(found)
+        report.write("jobs", "Job graphs", COMMAND, timed, settings, results, text)
+    return report.alone(results)
 
 
 if __name__ == "__main__":

@@ -76,10 +76,10 @@ class KillResult:
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.kills.items())
-        found = self.failure or f"largest difference {self.error:.0e}, allowed {self.tolerance:.0e}"
+        outcome = self.failure or f"largest difference {self.error:.0e}, allowed {self.tolerance:.0e}"
         verdict = "pass" if self.passed else "FAIL"
         kills = f"{sum(self.kills.values())} kills ({kinds}; the launcher gave up {self.gave_up} times)"
-        return f"{verdict}  {self.name}: {kills} in {self.steps} steps, {self.seconds_a_kill:.1f} s a kill; {found}"
+        return f"{verdict}  {self.name}: {kills} in {self.steps} steps, {self.seconds_a_kill:.1f} s a kill; {outcome}"
 
 
 class DisturbedError(Exception):
@@ -132,8 +132,8 @@ class Command:
     def tensors(self) -> list[str]:
         """Checksums of the tensors in the last checkpoint."""
         path = self.checkpoints / manifest.steps_in(self.checkpoints)[0]
-        found = manifest.read(path)
-        return [f"{chunk.file} {chunk.checksum}" for chunk in read_index(path / found.data, found).chunks()]
+        saved = manifest.read(path)
+        return [f"{chunk.file} {chunk.checksum}" for chunk in read_index(path / saved.data, saved).chunks()]
 
 
 # --- disturbing ------------------------------------------------------------------------------------------------------
@@ -194,31 +194,31 @@ class Killer:
 
     def _fresh(self) -> list[int] | None:
         """The processes of ranks that were not killed yet, by rank; None until all are there."""
-        found = [process for process in ranks_of(self.launcher.pid) if process not in self._killed]
-        return found if len(found) == NUM_RANKS else None
+        processes = [process for process in ranks_of(self.launcher.pid) if process not in self._killed]
+        return processes if len(processes) == NUM_RANKS else None
 
     def _step(self, rank: int) -> int | None:
         """The step that a rank is at."""
-        found = re.fullmatch(r"at step (\d+)", Status.read(self.command.directory / "run", rank))
-        return int(found[1]) if found else None
+        match = re.fullmatch(r"at step (\d+)", Status.read(self.command.directory / "run", rank))
+        return int(match[1]) if match else None
 
     def _until(self, look: Callable[[], T | None], every_s: float = LOOK_EVERY_S) -> T | None:
         """What ``look`` finds; None if the run ends before."""
         deadline = time.monotonic() + PATIENCE_S
-        while not (found := look()):
+        while not (value := look()):
             if self.launcher.poll() is not None:
                 return None
             if time.monotonic() > deadline:
                 raise DisturbedError(f"nothing happens: {self.command.last_words()}")
             time.sleep(every_s)
-        return found
+        return value
 
     def _cut_off(self) -> None:
         """Cut a file of the latest checkpoint, if another one is there."""
         whole = [path for path in self.command.checkpoints.glob("step-*") if (path / manifest.MANIFEST).is_file()]
         if len(whole) > 1:
             with suppress(FileNotFoundError):  # it may just be replaced
-                file = self.draw.choice(sorted(one for one in max(whole).rglob("*") if one.is_file()))
+                file = self.draw.choice(sorted(part for part in max(whole).rglob("*") if part.is_file()))
                 os.truncate(file, self.draw.randrange(file.stat().st_size))
 
 

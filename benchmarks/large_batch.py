@@ -93,12 +93,12 @@ def held_out_loss(recipe: Recipe, seed: int, sequences: int = SEQUENCES) -> floa
     return statistics.fmean(losses)
 
 
-def judged(found: Mapping[str, Sequence[float]]) -> list[Finding]:
+def judged(by_recipe: Mapping[str, Sequence[float]]) -> list[Finding]:
     """The targets: LAMB with warm-up is within ``WITHIN`` of the base run, linear scaling without warm-up is not."""
-    base = statistics.median(found[BASE.name])
+    base = statistics.median(by_recipe[BASE.name])
     results: list[Finding] = []
     for recipe, near in ((LAMB_WARM, True), (LINEAR, False), (LINEAR_WARM, None), (BASE, None)):
-        losses = found[recipe.name]
+        losses = by_recipe[recipe.name]
         more = statistics.median(losses) / base - 1
         passed = near is None or (more <= WITHIN) is near
         what = {True: f"within {WITHIN:.0%} of the base run", False: f"not within {WITHIN:.0%} of it", None: ""}[near]
@@ -128,14 +128,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.parse_args(arguments)
     torch.set_num_threads(1)
-    found: dict[str, list[float]] = {recipe.name: [] for recipe in RECIPES}
+    by_recipe: dict[str, list[float]] = {recipe.name: [] for recipe in RECIPES}
     for seed in SEEDS:
         for recipe in RECIPES:
-            found[recipe.name].append(held_out_loss(recipe, seed))
-            print(f"seed {seed}  {recipe.name}: {_nats(found[recipe.name][-1])}", flush=True)
-    results = judged(found)
-    for one in results:
-        show(one)
+            by_recipe[recipe.name].append(held_out_loss(recipe, seed))
+            print(f"seed {seed}  {recipe.name}: {_nats(by_recipe[recipe.name][-1])}", flush=True)
+    results = judged(by_recipe)
+    for finding in results:
+        show(finding)
     length = CONFIG.sequence_length
     words = f"""The median over {len(SEEDS)} seeds (of initial values and of the order of the data), and the range.
 Every recipe trains on {SEQUENCES:,} sequences of {length} bytes of the text of this Python's own library: {

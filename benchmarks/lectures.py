@@ -34,14 +34,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=COMMAND, description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", choices=prediction.CAPTURED, help="compute this example only; writes no file")
     only = parser.parse_args(arguments).only
-    found = []
+    results = []
     for name in [only] if only else prediction.CAPTURED:
         for finding in findings(name):
             report.show(finding)
-            found.append(finding)
+            results.append(finding)
     if only is None:
         report.write(
-            prediction.LECTURES, "Worked examples with captured models", COMMAND, "nothing", {}, found,
+            prediction.LECTURES, "Worked examples with captured models", COMMAND, "nothing", {}, results,
             "Each row is a claim of a lecture. docs/reference/worked-numbers.md has the reasons.",
         )  # fmt: skip
     return 0

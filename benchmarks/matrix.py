@@ -66,11 +66,11 @@ def compare_pipeline(case: pipelines.Case) -> LargestErrors | None:
 def run(ranks: Ranks, case: Any, function: Callable[[Any], LargestErrors | None], tolerance: float) -> Combination:
     """A case both ways, on the pool of ranks."""
     try:
-        found = ranks(case.num_ranks, function, case, timeout=TIMEOUT_S)
+        errors = ranks(case.num_ranks, function, case, timeout=TIMEOUT_S)
     except RanksFailedError as error:
         last = next(iter(error.failures.values())).strip().splitlines()[-1]
         return Combination(case, float("inf"), tolerance, last)
-    return Combination(case, max(one.error for one in found if one is not None), tolerance)
+    return Combination(case, max(largest.error for largest in errors if largest is not None), tolerance)
 
 
 def table(rows: Sequence[Combination]) -> str:
@@ -82,22 +82,22 @@ def table(rows: Sequence[Combination]) -> str:
         (row.case.model, row.case.optimizer, row.case.clipping, row.case.labels) for row in rows
     ):
         model, *rest = setting
-        found = [by_case.get(Case(model, layout, *rest)) for layout in oracle.LAYOUTS]
-        lines.append(f"| {' | '.join(setting)} | {' | '.join(row.text if row else '' for row in found)} |")
+        cells = [by_case.get(Case(model, layout, *rest)) for layout in oracle.LAYOUTS]
+        lines.append(f"| {' | '.join(setting)} | {' | '.join(row.text if row else '' for row in cells)} |")
     return "\n".join(lines)
 
 
 def pipeline_table(rows: Sequence[Combination]) -> str:
     """Markdown: a line for each model, schedule and mesh, a column for each micro-batch count and recomputation."""
     columns = list(itertools.product(*(pipelines.FACTORS[index] for index in (4, 5))))
-    found: dict[tuple[str, ...], dict[tuple[str, str], Combination]] = {}
+    by_line: dict[tuple[str, ...], dict[tuple[str, str], Combination]] = {}
     for row in rows:
         assert isinstance(row.case, pipelines.Case)
         line = (row.case.model, row.case.schedule, row.case.pp, row.case.chunks, row.case.mesh)
-        found.setdefault(line, {})[row.case.microbatches, row.case.recompute] = row
+        by_line.setdefault(line, {})[row.case.microbatches, row.case.recompute] = row
     titles = ("model", "schedule", "stages", "chunks", "beside", *(f"{m}, {recompute}" for m, recompute in columns))
     lines = [f"| {' | '.join(titles)} |", "|" + " --- |" * len(titles)]
-    for names, cells in found.items():
+    for names, cells in by_line.items():
         texts = [cells[m, recompute].text if (m, recompute) in cells else "" for m, recompute in columns]
         lines.append(f"| {' | '.join((*names, *texts))} |")
     return "\n".join(lines)
@@ -115,23 +115,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         def rows_of(
             what: str, cases: Sequence[Any], function: Callable[[Any], Any], tolerance: float
         ) -> list[Combination]:
-            found = [run(ranks, case, function, tolerance) for case in track(cases, what, console=console)]
-            every.extend(found)
-            return found
+            results = [run(ranks, case, function, tolerance) for case in track(cases, what, console=console)]
+            every.extend(results)
+            return results
 
         if "layouts" in parts:
             cases = oracle.every_case()
             casting = [case for case in cases if case.model.startswith("HF")]
             rows = rows_of("layouts", cases, compare, oracle.TOLERANCE)
             plain = rows_of("with casts to float32", casting, compare_with_casts_as_they_come, PLAIN_TOLERANCE)
-            found = [*findings(rows), *findings(plain, " with casts as they come")]
+            results = [*findings(rows), *findings(plain, " with casts as they come")]
             report.write(
                 "matrix",
                 "Parallel equals serial: every combination",
                 COMMAND,
                 "",
                 {},
-                found,
+                results,
                 _layouts_text(rows, plain),
             )
         if "pipelines" in parts:
@@ -151,12 +151,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def findings(rows: Sequence[Combination], how: str = "") -> list[Finding]:
     """A check for each model: how many of its combinations equal one process, and the error or failure of each."""
-    found: list[Finding] = []
+    results: list[Finding] = []
     for model in dict.fromkeys(row.case.model for row in rows):
         own = [row for row in rows if row.case.model == model]
         errors = [row.error for row in own if not row.failure]
         largest = f"; largest error {max(errors):.0e}" if errors else ""
-        found.append(
+        results.append(
             report.share(
                 f"{model}{how}: every combination within {own[0].tolerance:.0e} of one process",
                 sum(row.passed for row in own),
@@ -165,7 +165,7 @@ def findings(rows: Sequence[Combination], how: str = "") -> list[Finding]:
                 {"errors": {str(row.case): row.failure or row.error for row in own}},
             )
         )
-    return found
+    return results
 
 
 def _summary(rows: Sequence[Combination]) -> str:

@@ -18,7 +18,7 @@ import torch
 
 import meshwright as mw
 from benchmarks import report
-from benchmarks.prediction import Case, Model, cases_of, samples, text, trainer_of
+from benchmarks.prediction import LayoutCase, TrainedModel, cases_of, samples, text, trainer_of
 from benchmarks.report import show
 from meshwright.cost.occupancy import peak_memory
 from meshwright.cost.program import stage_held, step_work
@@ -54,18 +54,18 @@ def pictures(size: int, pixels: int) -> dict[str, torch.Tensor]:
     return {"image": image, "label": torch.randint(4, (size, pixels, pixels), generator=generator)}
 
 
-MODELS: Mapping[str, Model] = {
-    "large GPT": Model(lambda: GPT(LARGE), language_model_loss, lambda: text(32, 512, 2048)),
-    "large GPT, 160 sequences": Model(lambda: GPT(LARGE), language_model_loss, lambda: text(160, 512, 2048)),
-    "large ResNet": Model(
+MODELS: Mapping[str, TrainedModel] = {
+    "large GPT": TrainedModel(lambda: GPT(LARGE), language_model_loss, lambda: text(32, 512, 2048)),
+    "large GPT, 160 sequences": TrainedModel(lambda: GPT(LARGE), language_model_loss, lambda: text(160, 512, 2048)),
+    "large ResNet": TrainedModel(
         lambda: ResNet(depth=14, width=64), classification_loss, lambda: samples("image", 512, 3, 32, 32)
     ),
-    "large MLP": Model(
+    "large MLP": TrainedModel(
         lambda: MLP((1024, *[4096] * 6, 10)), classification_loss, lambda: samples("inputs", 32768, 1024)
     ),
-    "wide GPT": Model(lambda: GPT(WIDE), language_model_loss, lambda: text(32, 256, 8192)),
-    "large U-Net": Model(lambda: UNet(depth=3, width=32), segmentation_loss, lambda: pictures(48, 128)),
-    "large Wide-ResNet": Model(
+    "wide GPT": TrainedModel(lambda: GPT(WIDE), language_model_loss, lambda: text(32, 256, 8192)),
+    "large U-Net": TrainedModel(lambda: UNet(depth=3, width=32), segmentation_loss, lambda: pictures(48, 128)),
+    "large Wide-ResNet": TrainedModel(
         lambda: WideResNet((1, 1, 1, 1), 32, classes=10),
         classification_loss,
         lambda: samples("image", 256, 3, 128, 128),
@@ -93,10 +93,10 @@ HELD_OUT = [
     *cases_of("large Wide-ResNet", dp={"dp": 2}, gpipe={"pp": 2, "microbatches": 4, "schedule": "gpipe"}),
 ]
 """Cases of other models, which no number was fitted on."""
-CASES: list[tuple[Case, Part]] = [(case, "fitted") for case in FITTED] + [(case, "held out") for case in HELD_OUT]
+CASES: list[tuple[LayoutCase, Part]] = [(case, "fitted") for case in FITTED] + [(case, "held out") for case in HELD_OUT]
 
 
-def peak_bytes(case: Case) -> int:
+def peak_bytes(case: LayoutCase) -> int:
     """What two steps need at their peak beyond what is there before the first: VmHWM minus resident memory."""
     trainer, batch = trainer_of(case, MODELS[case.model])
     gc.collect()
@@ -113,21 +113,23 @@ def status_bytes(key: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
 
-def predicted_peaks(case: Case, cluster: Cluster) -> list[int]:
+def predicted_peaks(case: LayoutCase, cluster: Cluster) -> list[int]:
     """By pipeline rank, the peak beyond what is there before the first step: parameters, buffers, inputs."""
     model = MODELS[case.model]
     graph = mw.capture(model.make(), model.loss, model.batch())
     plan = mw.plan(graph, cluster, layout=case.layout)
     programs = PlanLowering(graph)(plan)
     work = step_work(programs, plan, cluster, optimizer=model.states)
-    found = []
-    for rank, one in enumerate(peak_memory(work, schedule_of(plan))):
-        mine = plan.pipeline.stages_of(rank)
-        held = [stage_held(programs, plan, stage, cluster, model.states) for stage in mine]
-        found.append(
-            one.peak_bytes - sum(one.parameters_bytes + one.buffers_bytes for one in held) - held[0].inputs_bytes
+    peaks = []
+    for rank, memory in enumerate(peak_memory(work, schedule_of(plan))):
+        own_stages = plan.pipeline.stages_of(rank)
+        held = [stage_held(programs, plan, stage, cluster, model.states) for stage in own_stages]
+        peaks.append(
+            memory.peak_bytes
+            - sum(stage.parameters_bytes + stage.buffers_bytes for stage in held)
+            - held[0].inputs_bytes
         )
-    return found
+    return peaks
 
 
 def memory(cluster: Cluster, only: str) -> list[Finding]:

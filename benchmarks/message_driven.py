@@ -55,7 +55,7 @@ def measured_s(schedule: Schedule, faults: Faults) -> float:
 
 def findings() -> list[Finding]:
     """With and without a slow rank: the step beside 1f1b's, simulated and on ranks."""
-    found: list[Finding] = []
+    results: list[Finding] = []
     schedules = {name: training_schedule(name, RANKS, MICROBATCHES) for name in SCHEDULES}
     for slow in ({}, {RANKS // 2: SLOW}):
         rounds = [Faults(jitter=JITTER, seed=number, slow=slow) for number in range(ROUNDS)]
@@ -68,30 +68,30 @@ def findings() -> list[Finding]:
         for faults in rounds:
             for name, schedule in schedules.items():
                 steps[name].append(measured_s(schedule, faults))
-        found_ratio = ratio(steps["message-driven"], steps["1f1b"])
+        slower = ratio(steps["message-driven"], steps["1f1b"])
         others = ", ".join(
             f"{name} {statistics.median(steps[name]) / statistics.median(steps['1f1b']):.2f} "
             f"(simulated {simulated[name] / simulated['1f1b']:.2f})"
             for name in SCHEDULES
         )
         what = f", rank {RANKS // 2} takes {SLOW} of its time" if slow else ""
-        verdict = at_most(found_ratio, LIMIT)
-        found.append(
+        verdict = at_most(slower, LIMIT)
+        results.append(
             Check(
                 target=f"emulated devices, p = {RANKS}, m = {MICROBATCHES}, jitter {JITTER}{what}: "
                 f"a message-driven step takes at most {LIMIT} of 1f1b's",
                 verdict=verdict,
-                measured=f"{found_ratio}; beside 1f1b: {others}",
+                measured=f"{slower}; beside 1f1b: {others}",
                 passed=int(verdict == "pass"),
                 total=1,
             )
         )
-    return found
+    return results
 
 
 def main() -> int:
     """Measure, print and write."""
-    found = findings()
+    results = findings()
     timed = (
         f"Emulated training steps, the mean of {STEPS}, from when all ranks have met until the last has ended; "
         f"schedules take turns for {ROUNDS} rounds. There are more ranks than cores, but emulated ranks sleep: only "
@@ -100,8 +100,8 @@ def main() -> int:
     sizes: dict[str, str | int | float | bool] = {"stages": RANKS, "microbatches": MICROBATCHES, "jitter": JITTER}
     settings = {"emulated": Settings(ranks=RANKS, threads=1, sizes=sizes)}
     text = (__doc__ or "").partition("\n\n")[2]
-    report.write("message_driven", "Message-driven pipelines under jitter", COMMAND, timed, settings, found, text)
-    return report.alone(found)
+    report.write("message_driven", "Message-driven pipelines under jitter", COMMAND, timed, settings, results, text)
+    return report.alone(results)
 
 
 if __name__ == "__main__":

@@ -127,10 +127,10 @@ def subject(model: str, size: Size = TIMED) -> Subject:
     if model != "GPT-S":
         return hugging_face.subject(model, NUM_BATCHES, size)
     torch.manual_seed(0)
-    made = gpt_s()
-    texts = [torch.randint(made.config.vocabulary, (8, 129)) for _ in range(NUM_BATCHES)]
+    gpt = gpt_s()
+    texts = [torch.randint(gpt.config.vocabulary, (8, 129)) for _ in range(NUM_BATCHES)]
     batches = [{"tokens": text[:, :-1].contiguous(), "targets": text[:, 1:].contiguous()} for text in texts]
-    return Subject(made, language_model_loss, batches)
+    return Subject(gpt, language_model_loss, batches)
 
 
 def measure(
@@ -150,22 +150,22 @@ def measure(
 
 
 def _step_of(model: str, side: Side) -> Callable[[], Tensor]:
-    one = subject(model)
+    example = subject(model)
     if side.plan is not None:
         trainer = mw.parallelize(
-            one.model, one.loss_fn, one.batches[0], plan=side.plan, optimizer=sgd, compile=side.compile
+            example.model, example.loss_fn, example.batches[0], plan=side.plan, optimizer=sgd, compile=side.compile
         )
-        return over(trainer.step, one.batches)
+        return over(trainer.step, example.batches)
 
     def loss(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        found = one.loss_fn(model, batch)
-        return found if isinstance(found, tuple) else (found, {})
+        result = example.loss_fn(model, batch)
+        return result if isinstance(result, tuple) else (result, {})
 
-    one.model.train()
+    example.model.train()
     if not (dist.is_initialized() and dist.get_world_size() > 1):
-        return over(peers.eager(one.model, sgd, loss, **side.options), one.batches)
-    parts = [list(oracle.shards(batch, dist.get_world_size()))[dist.get_rank()] for batch in one.batches]
-    return over(peers.data_parallel(one.model, sgd, loss, **side.options), parts)
+        return over(peers.eager(example.model, sgd, loss, **side.options), example.batches)
+    parts = [list(oracle.shards(batch, dist.get_world_size()))[dist.get_rank()] for batch in example.batches]
+    return over(peers.data_parallel(example.model, sgd, loss, **side.options), parts)
 
 
 OWN_SCALE = ("CLIP",)
@@ -175,21 +175,21 @@ OWN_SCALE = ("CLIP",)
 def peak_bytes(layout: mw.Layout) -> int:
     """What two steps of the large Llama need at their peak beyond what is there before the first."""
     torch.set_num_threads(1)
-    one = subject("Llama", LARGE)
-    trainer = mw.parallelize(one.model, one.loss_fn, one.batches[0], plan=layout, optimizer=sgd)
+    example = subject("Llama", LARGE)
+    trainer = mw.parallelize(example.model, example.loss_fn, example.batches[0], plan=layout, optimizer=sgd)
     gc.collect()
     before = status_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     for _ in range(2):
-        trainer.step(one.batches[0])
+        trainer.step(example.batches[0])
     return status_bytes("VmHWM") - before
 
 
 def chosen_plans(model: str, cluster: Cluster, num_ranks: int) -> list[mw.Plan]:
     """The plan that "auto" chooses for ``num_ranks`` ranks, followed by the plans of all other layouts that the model
     and the batch allow. If there are more ranks than cores, each rank is planned as if it had its own core."""
-    one = subject(model)
-    graph = mw.capture(one.model, one.loss_fn, one.batches[0])
+    example = subject(model)
+    graph = mw.capture(example.model, example.loss_fn, example.batches[0])
     if num_ranks > cluster.num_devices:
         levels = (msgspec.structs.replace(cluster.levels[0], fan_out=num_ranks),)
         cluster = msgspec.structs.replace(cluster, num_devices=num_ranks, levels=levels)
@@ -224,7 +224,7 @@ def compared(
 def speed(only: str, rounds: int, steps: int) -> Iterator[Finding]:
     """Models that can be made larger: on one rank beside eager PyTorch, on two beside DistributedDataParallel."""
     ways = (("world size 1", mw.Layout(), EAGER), ("dp2", mw.Layout(dp=2), DDP))
-    for model in (one for one in hugging_face.MODELS if one not in hugging_face.OF_ONE_SIZE):
+    for model in (candidate for candidate in hugging_face.MODELS if candidate not in hugging_face.OF_ONE_SIZE):
         for name, layout, known in ways:
             target = f"{model}, {name}: at most {SLOWER} x {next(iter(known))}"
             if only in target:
@@ -259,8 +259,8 @@ def chosen(cluster: Cluster, only: str, rounds: int, steps: int) -> Iterator[Fin
 def memory(only: str) -> Iterator[Finding]:
     """Peaks of the large Llama, and that they fall as the plan says."""
     cluster = mw.Cluster.load("cpu-local")
-    one = subject("Llama", LARGE)
-    graph = mw.capture(one.model, one.loss_fn, one.batches[0])
+    example = subject("Llama", LARGE)
+    graph = mw.capture(example.model, example.loss_fn, example.batches[0])
     for name, layout in MEMORY_LAYOUTS.items():
         target = f"Llama of {LARGE.layers} layers, {name}: peak memory within {MEMORY:.0%}"
         if only not in target:
@@ -271,7 +271,7 @@ def memory(only: str) -> Iterator[Finding]:
         programs = PlanLowering(graph)(plan)
         work = step_work(programs, plan, cluster, optimizer=MOMENTUM)
         held = stage_held(programs, plan, 0, cluster, MOMENTUM)
-        peak = max(found.peak_bytes for found in peak_memory(work, schedule_of(plan)))
+        peak = max(rank_peak.peak_bytes for rank_peak in peak_memory(work, schedule_of(plan)))
         predicted = peak - held.parameters_bytes - held.buffers_bytes - held.inputs_bytes
         error = predicted / measured - 1
         large = measured >= 1024 * MIB

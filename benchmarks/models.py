@@ -45,20 +45,20 @@ class ModelParity:
 
     model: str
     layout: str
-    found: Found | None
+    result: Found | None
     failure: str = ""
 
     @property
     def passed(self) -> bool:
         limit = hugging_face.tolerance(self.model)
-        return self.found is not None and self.found.error <= limit and self.found.moved > 1e-3
+        return self.result is not None and self.result.error <= limit and self.result.moved > 1e-3
 
     @property
     def text(self) -> str:
-        if self.found is None:
+        if self.result is None:
             return f"**failed**: {self.failure}"
-        chosen = f" ({self.found.layout})" if self.layout.startswith("auto") else ""
-        return (f"{self.found.error:.0e}" if self.passed else f"**{self.found.error:.0e}**") + chosen
+        chosen = f" ({self.result.layout})" if self.layout.startswith("auto") else ""
+        return (f"{self.result.error:.0e}" if self.passed else f"**{self.result.error:.0e}**") + chosen
 
 
 def compare(model: str, layout: str) -> Found:
@@ -68,11 +68,11 @@ def compare(model: str, layout: str) -> Found:
 def run(ranks: Ranks, model: str, layout: str) -> ModelParity:
     """A model under a layout, on the pool of ranks."""
     try:
-        found = ranks(hugging_face.num_ranks(layout), compare, model, layout, timeout=TIMEOUT_S)
+        results = ranks(hugging_face.num_ranks(layout), compare, model, layout, timeout=TIMEOUT_S)
     except RanksFailedError as error:
         last = next(iter(error.failures.values())).strip().splitlines()[-1]
         return ModelParity(model, layout, None, last)
-    return ModelParity(model, layout, max(found, key=lambda one: one.error))
+    return ModelParity(model, layout, max(results, key=lambda result: result.error))
 
 
 def parity(console: Console, only: str) -> list[ModelParity]:
@@ -95,9 +95,9 @@ def table(rows: Sequence[ModelParity]) -> str:
     """Markdown: a line for each model, a column for each layout."""
     lines = [f"| model | operators without a rule | {' | '.join(LAYOUTS)} |", "|" + " --- |" * (2 + len(LAYOUTS))]
     for model in dict.fromkeys(row.model for row in rows):
-        mine = {row.layout: row for row in rows if row.model == model}
-        unsplit = {name: None for row in mine.values() if row.found is not None for name in row.found.unsplit}
-        cells = [mine[layout].text if layout in mine else "" for layout in LAYOUTS]
+        by_layout = {row.layout: row for row in rows if row.model == model}
+        unsplit = {name: None for row in by_layout.values() if row.result is not None for name in row.result.unsplit}
+        cells = [by_layout[layout].text if layout in by_layout else "" for layout in LAYOUTS]
         lines.append(f"| {model} | {', '.join(unsplit) or 'none'} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -107,13 +107,13 @@ def parity_findings(rows: Sequence[ModelParity]) -> list[Check]:
     by_tolerance: dict[float, list[ModelParity]] = {}
     for row in rows:
         by_tolerance.setdefault(hugging_face.tolerance(row.model), []).append(row)
-    found = []
+    checks = []
     for tolerance, alike in sorted(by_tolerance.items()):
         passed = sum(row.passed for row in alike)
-        largest = max((row.found.error for row in alike if row.found is not None), default=float("nan"))
+        largest = max((row.result.error for row in alike if row.result is not None), default=float("nan"))
         names = list(dict.fromkeys(row.model for row in alike))
         which = "Hugging Face models" if tolerance == oracle.TOLERANCE else ", ".join(names)
-        found.append(
+        checks.append(
             Check(
                 target=f"parity of {which} with one process: within {tolerance:.0e} in float64",
                 verdict="pass" if passed == len(alike) else "fail",
@@ -123,7 +123,7 @@ def parity_findings(rows: Sequence[ModelParity]) -> list[Check]:
                 notes={f"{row.model}, {row.layout}": row.failure or row.text for row in alike},
             )
         )
-    return found
+    return checks
 
 
 # --- all --------------------------------------------------------------------------------------------------------------
@@ -160,25 +160,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "parity" in options.only:
         rows = parity(console, options.name)
         console.print(table(rows), highlight=False, markup=False, soft_wrap=True)
-        found = parity_findings(rows)
-        for check in found:
+        checks = parity_findings(rows)
+        for check in checks:
             report.show(check)
-        failed = any(check.verdict == "fail" for check in found)
+        failed = any(check.verdict == "fail" for check in checks)
         if "models-parity" in whole:
-            _write("models-parity", "Hugging Face models beside one process", found, _parity_text(rows))
+            _write("models-parity", "Hugging Face models beside one process", checks, _parity_text(rows))
     results: list[Finding] = []
-    for one in others(options.only, options.name, options.rounds, options.steps, options.cluster):
-        results.append(one)
-        report.show(one)
+    for finding in others(options.only, options.name, options.rounds, options.steps, options.cluster):
+        results.append(finding)
+        report.show(finding)
     if "models" in whole:
         _write("models", "Hugging Face models: plans, speed and memory", results, TEXT)
     console.print(f"{time.monotonic() - start:.0f} s", highlight=False)
-    return int(failed or any(one.verdict == "fail" for one in results))
+    return int(failed or any(finding.verdict == "fail" for finding in results))
 
 
 def _write(name: str, title: str, results: Sequence[Finding], text: str) -> None:
     settings = {}
-    for setting in dict.fromkeys(one.series[one.ours].settings for one in results if isinstance(one, Comparison)):
+    for setting in dict.fromkeys(
+        finding.series[finding.ours].settings for finding in results if isinstance(finding, Comparison)
+    ):
         ranks, cores = int(setting.split(", ")[-1].split()[0]), num_cores()
         sizes: dict[str, Scalar] = {"model": setting, "width": model_steps.TIMED.width}
         if ranks > cores:

@@ -31,7 +31,7 @@ from meshwright.ir.trace import Trace
 from meshwright.lower.plans import PlanLowering
 from meshwright.planner.foretell import foretell
 from meshwright.runtime import launch
-from meshwright.runtime.between import Sizes, between, boxes_of_world
+from meshwright.runtime.between import MeasuredSizes, between, boxes_of_world
 
 STEPS, WARMUP_STEPS = 21, 3
 LIMIT = 1.10
@@ -53,10 +53,10 @@ class Exposed(msgspec.Struct, frozen=True):
 
 def exposed_s(trace: Trace) -> float:
     """Of the rank that waits least: it is the last to come."""
-    return min(one.exposed_s for one in summarize(trace))
+    return min(summary.exposed_s for summary in summarize(trace))
 
 
-def measure(device: Cluster, layouts: Sequence[mw.Layout], table: Sizes) -> list[Exposed]:
+def measure(device: Cluster, layouts: Sequence[mw.Layout], table: MeasuredSizes) -> list[Exposed]:
     """Plan, simulate and run every layout; on every rank."""
     torch.set_num_threads(1)
     launch.start("cpu")
@@ -78,12 +78,12 @@ def _of_layout(layout: mw.Layout, cluster: Cluster) -> Exposed:
     for _ in range(WARMUP_STEPS + STEPS):
         trainer.step(batch)
         traces.append(trainer.trace(all_ranks=True))
-    found = traces[WARMUP_STEPS:]
+    measured = traces[WARMUP_STEPS:]
     return Exposed(
         simulated_s=exposed_s(simulated),
-        measured_s=tuple(exposed_s(one) for one in found),
+        measured_s=tuple(exposed_s(trace) for trace in measured),
         simulated_step_s=simulated.duration_s,
-        step_s=tuple(one.duration_s for one in found),
+        step_s=tuple(trace.duration_s for trace in measured),
     )
 
 
@@ -92,23 +92,23 @@ def findings() -> list[Finding]:
     if missing := why_not():
         return [Check(target="exposed communication", verdict="reported", measured=f"not measured: {missing}")]
     with tempfile.TemporaryDirectory() as name:
-        found = run_in_boxes(
+        exposed = run_in_boxes(
             measure, calibrated(), LAYOUTS, TABLE, boxes=(0, 1), rates_bits_per_s=(GBIT, GBIT), directory=Path(name)
         )
-    return [_judged(layout, one) for layout, one in zip(LAYOUTS, found, strict=True)]
+    return [_judged(layout, times) for layout, times in zip(LAYOUTS, exposed, strict=True)]
 
 
-def _judged(layout: mw.Layout, found: Exposed) -> Duration:
-    series = Series.of(found.measured_s, steps=1, settings=SETTINGS, run=new_run())
-    times = series.value_s / found.simulated_s
+def _judged(layout: mw.Layout, exposed: Exposed) -> Duration:
+    series = Series.of(exposed.measured_s, steps=1, settings=SETTINGS, run=new_run())
+    times = series.value_s / exposed.simulated_s
     return Duration(
         target=f"GPT-S, {layout_text(layout)}, 2 boxes, emulated 1 Gbit/s: exposed communication at most {LIMIT:g} x "
         "what the simulator says is unavoidable",
-        verdict=at_most(median(found.measured_s).times(1 / found.simulated_s), LIMIT),
-        measured=f"{times:.3f}: {ms(series.value_s)} against {ms(found.simulated_s)}; of steps of "
-        f"{ms(statistics.median(found.step_s))}, simulated {ms(found.simulated_step_s)}",
+        verdict=at_most(median(exposed.measured_s).times(1 / exposed.simulated_s), LIMIT),
+        measured=f"{times:.3f}: {ms(series.value_s)} against {ms(exposed.simulated_s)}; of steps of "
+        f"{ms(statistics.median(exposed.step_s))}, simulated {ms(exposed.simulated_step_s)}",
         series=series,
-        limit_s=LIMIT * found.simulated_s,
+        limit_s=LIMIT * exposed.simulated_s,
     )
 
 

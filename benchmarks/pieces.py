@@ -33,7 +33,7 @@ from meshwright.ir.plan import starred
 from meshwright.ir.result import Check, Finding, Settings
 from meshwright.ir.statistics import ratio
 from meshwright.runtime import launch
-from meshwright.runtime.between import Sizes, between, boxes_of_world
+from meshwright.runtime.between import MeasuredSizes, between, boxes_of_world
 from tests.distributed.pool import Ranks
 
 COMMAND = "python -m benchmarks.pieces"
@@ -49,7 +49,7 @@ OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter")
 TABLE = msgspec.structs.replace(LINK_SIZES, repeats=3, most_s=1.0, operations=OPERATIONS)
 
 
-class Measured(msgspec.Struct, frozen=True):
+class PieceTimes(msgspec.Struct, frozen=True):
     """The measurements of all forms.
 
     ``seconds`` maps a form to its times of a step, and ``losses`` to the losses of its first steps. ``pieces`` maps the
@@ -63,7 +63,7 @@ class Measured(msgspec.Struct, frozen=True):
 # --- on every rank ---------------------------------------------------------------------------------------------------
 
 
-def in_boxes(device: Cluster, table: Sizes, rounds: int) -> Measured:
+def in_boxes(device: Cluster, table: MeasuredSizes, rounds: int) -> PieceTimes:
     """Measure the links, plan, and run every form."""
     torch.set_num_threads(1)
     launch.start("cpu")
@@ -73,7 +73,7 @@ def in_boxes(device: Cluster, table: Sizes, rounds: int) -> Measured:
     return forms(known(rows, places.num_boxes, places.each, device), rounds)
 
 
-def forms(cluster: Cluster, rounds: int) -> Measured:
+def forms(cluster: Cluster, rounds: int) -> PieceTimes:
     """Run the plan for a cluster, the plain form, and all products in pieces."""
     batch = MODEL.batch()
     graph = mw.capture(MODEL.make(), MODEL.loss, batch)
@@ -88,7 +88,7 @@ def forms(cluster: Cluster, rounds: int) -> Measured:
     sides = {name: lambda trainer=trainer: trainer.step(batch) for name, trainer in trainers.items()}
     seconds = alternate(sides, rounds=rounds, steps=STEPS, warmup_steps=WARMUP_STEPS)
     texts = {name: text for name, text in plan.stage.operator_algorithms.items() if text.startswith(PIECES)}
-    return Measured(seconds, losses, texts)
+    return PieceTimes(seconds, losses, texts)
 
 
 def _divided(plan: mw.Plan, graph: Graph, count: int) -> mw.Plan:
@@ -110,21 +110,21 @@ def network_findings(rounds: int) -> list[Finding]:
             Check(target="products in pieces between boxes", verdict="reported", measured=f"not measured: {missing}")
         ]
     with tempfile.TemporaryDirectory() as name:
-        found = run_in_boxes(
+        measured = run_in_boxes(
             in_boxes, calibrated(), TABLE, rounds, boxes=(0, 1), rates_bits_per_s=(GBIT, GBIT), directory=Path(name)
         )
-    return _judged("2 boxes, emulated 1 Gbit/s", found, PAYS)
+    return _judged("2 boxes, emulated 1 Gbit/s", measured, PAYS)
 
 
 def memory_findings(rounds: int) -> list[Finding]:
     """Pieces in shared memory."""
     cluster = calibrated()
     with Ranks() as ranks:
-        found = ranks(2, forms, cluster, rounds, timeout=1800.0)[0]
-    return _judged("2 ranks that share memory", found, None)
+        measured = ranks(2, forms, cluster, rounds, timeout=1800.0)[0]
+    return _judged("2 ranks that share memory", measured, None)
 
 
-def _judged(where: str, measured: Measured, pays: float | None) -> list[Finding]:
+def _judged(where: str, measured: PieceTimes, pays: float | None) -> list[Finding]:
     """``pays``: the planner's form must take at most this share of the plain form's time (None: it must be plain)."""
     seconds = measured.seconds
     shares = {name: ratio(values, seconds[PLAIN]) for name, values in seconds.items()}
@@ -160,7 +160,7 @@ PARTS = {"network": network_findings, "memory": memory_findings}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and judge."""
-    found, rounds, whole = report.measured(COMMAND, __doc__, PARTS, ROUNDS, arguments)
+    results, rounds, whole = report.measured(COMMAND, __doc__, PARTS, ROUNDS, arguments)
     if whole:
         settings = {
             "GPT-S": Settings(dtype="float32", ranks=2, threads=1, sizes={"batch": MODEL.batch()["tokens"].shape[0]})
@@ -172,10 +172,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             COMMAND,
             "A whole step, from when all ranks have met.",
             settings,
-            found,
+            results,
             text,
         )
-    return report.alone(found)
+    return report.alone(results)
 
 
 if __name__ == "__main__":

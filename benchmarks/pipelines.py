@@ -61,7 +61,7 @@ Step = Callable[[], Any]
 
 
 @dataclass(frozen=True)
-class Case:
+class ScheduleCase:
     """A schedule with its micro-batches, on two ranks."""
 
     schedule: str
@@ -79,7 +79,9 @@ class Case:
         return f"{self.schedule}, m = {self.microbatches}{chunks}"
 
 
-CASES = [Case(name, m, chunks) for m in (4, 16) for name, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2))]
+CASES = [
+    ScheduleCase(name, m, chunks) for m in (4, 16) for name, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2))
+]
 
 
 # --- on every rank ---------------------------------------------------------------------------------------------------
@@ -109,7 +111,7 @@ def _model(config: GPTConfig) -> GPT:
     return GPT(config)
 
 
-def _batch(case: Case) -> dict[str, Tensor]:
+def _batch(case: ScheduleCase) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     shape = (SEQUENCES * case.microbatches, case.config.sequence_length + 1)
     text = torch.randint(case.config.vocabulary, shape, generator=generator)
@@ -120,14 +122,14 @@ def _sgd(parameters: Any, **options: bool) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, **options)
 
 
-def our_step(case: Case) -> Step:
+def our_step(case: ScheduleCase) -> Step:
     """A step of the trainer."""
     batch = _batch(case)
     trainer = mw.parallelize(_model(case.config), language_model_loss, batch, plan=case.layout, optimizer=_sgd)
     return lambda: trainer.step(batch)
 
 
-def torch_step(case: Case, **options: bool) -> Step:
+def torch_step(case: ScheduleCase, **options: bool) -> Step:
     """A step of torch.distributed.pipelining, as its documentation advises. ``options`` are the optimizer's."""
     rank, batch = dist.get_rank(), _batch(case)
     count = 2 * case.chunks
@@ -161,21 +163,21 @@ def torch_step(case: Case, **options: bool) -> Step:
     return step
 
 
-def measure(case: Case, rounds: int, steps: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+def measure(case: ScheduleCase, rounds: int, steps: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Seconds a step by side and round; the first losses, which the last rank has."""
     sides = {OURS: our_step(case)} | {name: torch_step(case, **options) for name, options in PEERS.items()}
     losses = {side: [float(step().detach()) for _ in range(3)] for side, step in sides.items()}
     return alternate(sides, rounds=rounds, steps=steps), from_every_rank(losses)[-1]
 
 
-def measure_ours(case: Case, layout: mw.Layout, rounds: int, steps: int) -> list[float]:
+def measure_ours(case: ScheduleCase, layout: mw.Layout, rounds: int, steps: int) -> list[float]:
     """Seconds a step of our trainer, with no other program in the same processes."""
     batch = _batch(case)
     trainer = mw.parallelize(_model(case.config), language_model_loss, batch, plan=layout, optimizer=_sgd)
     return alternate({OURS: lambda: trainer.step(batch)}, rounds=rounds, steps=steps)[OURS]
 
 
-def peak_bytes(case: Case, side: str) -> int:
+def peak_bytes(case: ScheduleCase, side: str) -> int:
     """What two steps need at their peak beyond what is there before the first: VmHWM minus resident memory."""
     step = our_step(case) if side == OURS else torch_step(case)
     gc.collect()
@@ -186,13 +188,13 @@ def peak_bytes(case: Case, side: str) -> int:
     return _status("VmHWM") - before
 
 
-def kept_bytes(case: Case) -> int:
+def kept_bytes(case: ScheduleCase) -> int:
     """What this rank's stages keep of one micro-batch between its forward and its backward, by storage; what a step
     has anyway (parameters, inputs) does not count."""
     batch = _batch(case)
     trainer = mw.parallelize(_model(case.config), language_model_loss, batch, plan=case.layout, optimizer=_sgd)
     step = trainer._last
-    executor, found = step.executor, []
+    executor, sizes = step.executor, []
     forward = executor._run[ActionKind.F]
 
     def counted(stage: Any, action: Action) -> None:
@@ -200,11 +202,11 @@ def kept_bytes(case: Case) -> int:
         whole = {value.untyped_storage().data_ptr() for value in stage.step.values() if isinstance(value, Tensor)}
         kept = [executor._live[action.stage, action.microbatch or 0][name] for name in stage.kept]
         storages = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in kept}
-        found.append(sum(size for pointer, size in storages.items() if pointer not in whole))
+        sizes.append(sum(size for pointer, size in storages.items() if pointer not in whole))
 
     executor._run[ActionKind.F] = counted
     trainer.step(batch)
-    return max(found)
+    return max(sizes)
 
 
 def _status(key: str) -> int:
@@ -215,7 +217,7 @@ def _status(key: str) -> int:
 # --- targets ---------------------------------------------------------------------------------------------------------
 
 
-def speed(case: Case, rounds: int, steps: int) -> Finding:
+def speed(case: ScheduleCase, rounds: int, steps: int) -> Finding:
     """Step time beside torch.distributed.pipelining."""
     return decided(
         lambda seconds, losses: judged(
@@ -228,12 +230,12 @@ def speed(case: Case, rounds: int, steps: int) -> Finding:
 
 def throughput(rounds: int, steps: int) -> Finding:
     """Two ranks against one process that accumulates gradients over the same micro-batches."""
-    case = Case("1f1b", 16)
+    case = ScheduleCase("1f1b", 16)
     with Ranks() as ranks:
-        two = ranks(2, measure_ours, case, case.layout, rounds, steps, timeout=1800.0)[0]
-        one = ranks(1, measure_ours, case, mw.Layout(microbatches=16), rounds, steps, timeout=1800.0)[0]
+        on_two = ranks(2, measure_ours, case, case.layout, rounds, steps, timeout=1800.0)[0]
+        on_one = ranks(1, measure_ours, case, mw.Layout(microbatches=16), rounds, steps, timeout=1800.0)[0]
     return report.speedup(
-        f"{case}: throughput of 2 ranks at least {THROUGHPUT} x one process", one, two, 2, THROUGHPUT,
+        f"{case}: throughput of 2 ranks at least {THROUGHPUT} x one process", on_one, on_two, 2, THROUGHPUT,
         base="one process of Meshwright that accumulates gradients over the same micro-batches", unit="samples",
         work=float(SEQUENCES * case.microbatches), steps=steps, settings=(f"{case}, one process", str(case)),
         parameters=sum(value.numel() for value in _model(case.config).parameters()),
@@ -247,7 +249,7 @@ def memory() -> list[Finding]:
     for name, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2)):
         for side in (OURS, PEER):
             with Ranks() as ranks:  # fresh processes: memory is not given back
-                peaks[name, side] = ranks(2, peak_bytes, Case(name, 16, chunks, LARGE), side, timeout=1800.0)
+                peaks[name, side] = ranks(2, peak_bytes, ScheduleCase(name, 16, chunks, LARGE), side, timeout=1800.0)
         ours, theirs = max(peaks[name, OURS]), max(peaks[name, PEER])
         text = f"{ours / theirs:.3f}: {ours / 2**30:.2f} GiB against {theirs / 2**30:.2f} GiB"
         results.append(
@@ -264,11 +266,11 @@ def memory() -> list[Finding]:
 
 def _live(peaks: dict[tuple[str, str], list[int]]) -> Finding:
     """By the validator rank 0 keeps 16 micro-batches under GPipe and 2 under 1F1B: memory must fall accordingly."""
-    case = Case("1f1b", 16, config=LARGE)
+    case = ScheduleCase("1f1b", 16, config=LARGE)
     graph = mw.capture(_model(LARGE), language_model_loss, _batch(case))
     live = {}
     for name in ("gpipe", "1f1b"):
-        plan = mw.plan(graph, layout=Case(name, 16, config=LARGE).layout)
+        plan = mw.plan(graph, layout=ScheduleCase(name, 16, config=LARGE).layout)
         live[name] = [rank.live_activations for rank in check(schedule_of(plan)).ranks]
     with Ranks() as ranks:
         kept = ranks(2, kept_bytes, case, timeout=1800.0)
@@ -304,12 +306,12 @@ def survival(num_kills: int) -> Finding:
 
 def settings() -> dict[str, Settings]:
     """By case: precision, ranks, threads and sizes."""
-    found = {}
+    by_name = {}
     for case in CASES:
         sizes = asdict(case.config) | {"batch": SEQUENCES * case.microbatches, "microbatches": case.microbatches}
         for count, name in ((2, str(case)), (1, f"{case}, one process")):
-            found[name] = Settings(dtype="float32", ranks=count, threads=1, sizes=sizes)
-    return found
+            by_name[name] = Settings(dtype="float32", ranks=count, threads=1, sizes=sizes)
+    return by_name
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -56,7 +56,7 @@ Pins = Mapping[str, str]
 
 
 @dataclass(frozen=True)
-class Row:
+class GoldenRow:
     """A row of the table.
 
     ``counts`` has the least and the most collectives of each kind in the lowered step; other kinds must not occur.
@@ -105,33 +105,35 @@ def reduced(graph: Graph, price: Price, axis: str, but: str = "") -> float:
     return sum(price("all_reduce", 4 * count, axis) for count in (*numel(graph, but), 1))
 
 
-def _one_axis(axis: str, sizes: tuple[int, ...]) -> list[Row]:
+def _one_axis(axis: str, sizes: tuple[int, ...]) -> list[GoldenRow]:
     mixed = Layout(mixed=sizes)
     exchanged = 64 * 16 * 64 * 2 * 4 // 4  # the bytes on one rank of four
     return [
-        Row("mlp6-dp", lambda: models.mlp(256, 32), mixed, {"all_reduce": (1, 1)}, {"*": "R"},
+        GoldenRow("mlp6-dp", lambda: models.mlp(256, 32), mixed, {"all_reduce": (1, 1)}, {"*": "R"},
             seconds=lambda graph, price: reduced(graph, price, axis)),
-        Row("mlp6-tp", lambda: models.mlp(32, 256), mixed, {"all_reduce": (5, 5)},
+        GoldenRow("mlp6-tp", lambda: models.mlp(32, 256), mixed, {"all_reduce": (5, 5)},
             {f"layers.{n}.weight": f"{axis}:S({n // 2 % 2})" for n in range(0, 12, 2)},
             seconds=lambda graph, price: 5 * price("all_reduce", 32 * 256 * 4, axis)),
-        Row("bert2-dp", lambda: models.bert(64, 64, 32), mixed, {"all_reduce": (1, 1)}, {"*": "R"},
+        GoldenRow("bert2-dp", lambda: models.bert(64, 64, 32), mixed, {"all_reduce": (1, 1)}, {"*": "R"},
             seconds=lambda graph, price: reduced(graph, price, axis)),
-        Row("bert2-tp", lambda: models.bert(8, 8, 128), mixed, {"all_reduce": (7, 7)},
+        GoldenRow("bert2-tp", lambda: models.bert(8, 8, 128), mixed, {"all_reduce": (7, 7)},
             {"*.qkv.weight": f"{axis}:S(0/3)", "*.out.weight": f"{axis}:S(1)", "*.inner.0.weight": f"{axis}:S(0)",
              "*.inner.2.weight": f"{axis}:S(1)"},
             seconds=lambda graph, price: 7 * price("all_reduce", 8 * 8 * 128 * 4, axis)),
-        Row("moe1-ep", models.moe_layer, mixed, {"all_reduce": (1, 1), "all_to_all": (4, 4)},
+        GoldenRow("moe1-ep", models.moe_layer, mixed, {"all_reduce": (1, 1), "all_to_all": (4, 4)},
             {"inner.up": f"{axis}:S(0)", "inner.down": f"{axis}:S(0)", "qkv.*": "R", "out.*": "R", "*.gate.*": "R"},
             seconds=lambda graph, price: 4 * price("all_to_all", exchanged, axis)
             + reduced(graph, price, axis, "inner.[ud]*")),
-        Row("moe2-lm-ep", models.moe_language_model, mixed, {"all_reduce": (1, 4), "all_to_all": (4, 4)},
+        GoldenRow("moe2-lm-ep", models.moe_language_model, mixed, {"all_reduce": (1, 4), "all_to_all": (4, 4)},
             {"*.inner.up": f"{axis}:S(0)", "*.inner.down": f"{axis}:S(0)"}),
-        Row("conv3-dp", lambda: models.convolutions(3, 16, 4), mixed, {"all_reduce": (4, 4), "all_gather": (3, 3)},
+        GoldenRow("conv3-dp", lambda: models.convolutions(3, 16, 4), mixed,
+            {"all_reduce": (4, 4), "all_gather": (3, 3)},
             {"*": "R"}),
-        Row("conv4-tp", lambda: models.convolutions(4, 8, 256), mixed, {"all_reduce": (3, 3), "all_gather": (0, 4)},
+        GoldenRow("conv4-tp", lambda: models.convolutions(4, 8, 256), mixed,
+            {"all_reduce": (3, 3), "all_gather": (0, 4)},
             {f"convs.{n}.weight": f"{axis}:S({n % 2})" for n in range(4)},
             pins={f"convs.{n}": f"{('filter', 'channel')[n % 2]}@{axis}" for n in range(4)}),
-        Row("depthwise-tp", models.depthwise, mixed, {"all_reduce": (1, 1)},
+        GoldenRow("depthwise-tp", models.depthwise, mixed, {"all_reduce": (1, 1)},
             {"first.weight": f"{axis}:S(0)", "middle.weight": f"{axis}:S(0)", "last.weight": f"{axis}:S(1)"},
             seconds=lambda graph, price: price("all_reduce", 4 * 256 * 8 * 8 * 4, axis)),
     ]  # fmt: skip
@@ -161,39 +163,39 @@ BOTH = Layout(dp=2, tp=2)
 ROWS = (
     *_one_axis("m1", (4, 1)),
     *_one_axis("m2", (1, 4)),
-    Row("mlp6-2d", lambda: models.mlp(256, 32), BOTH, {"all_reduce": (6, 7)},
+    GoldenRow("mlp6-2d", lambda: models.mlp(256, 32), BOTH, {"all_reduce": (6, 7)},
         {f"layers.{n}.weight": f"tp:S({n // 2 % 2})" for n in range(0, 12, 2)}, beta=(1.0, 0.1), seconds=_mlp_2d,
         tolerance=0.02,
         pins={f"layers.{n}": f"{('f', 'none')[n // 2 % 2]}@tp" for n in range(1, 10, 2)},
         whole=("layers.2.bias", "layers.6.bias", "layers.10.bias")),
-    Row("mlp6-2d-rs", lambda: models.mlp(256, 32), Layout(dp=2, tp=2, zero=-1),
+    GoldenRow("mlp6-2d-rs", lambda: models.mlp(256, 32), Layout(dp=2, tp=2, zero=-1),
         {"all_reduce": (5, 5), "reduce_scatter": (1, 2), "all_gather": (1, 4)}, {"*": "*dp:flat*"}, beta=(1.0, 0.1),
         divided=True, note="4 gathers, published at most 2: of 3 biases that are stored cut over both axes"),
-    Row("mlp6-zero2", lambda: models.mlp(256, 32), Layout(dp=4, zero=-1),
+    GoldenRow("mlp6-zero2", lambda: models.mlp(256, 32), Layout(dp=4, zero=-1),
         {"reduce_scatter": (1, 1), "all_gather": (1, 1)}, {"*": "dp:flat"}, divided=True),
-    Row("mlp6-zero3", lambda: models.mlp(256, 32), Layout(dp=4, zero=-1),
+    GoldenRow("mlp6-zero3", lambda: models.mlp(256, 32), Layout(dp=4, zero=-1),
         {"reduce_scatter": (1, 2), "all_gather": (2, 3)}, {"*": "dp:flat"}, divided=True, memory_bytes=150_000,
         note="the last weight is gathered once for forward and backward, as under ZeRO 2: its uses adjoin"),
-    Row("bert2-2d", lambda: models.bert(8, 8, 128), BOTH, {"all_reduce": (8, 8)},
+    GoldenRow("bert2-2d", lambda: models.bert(8, 8, 128), BOTH, {"all_reduce": (8, 8)},
         {"*.qkv.weight": "tp:S(0/3)", "*.out.weight": "tp:S(1)", "*.inner.0.weight": "tp:S(0)",
          "*.inner.2.weight": "tp:S(1)"},
         alpha=(2.0, 2.0), beta=(1.0, 0.1), seconds=_bert_2d, tolerance=0.01,
         whole=("*.out.bias", "*.inner.2.bias", "*norm.*")),
-    Row("bert2-mlm-2d", models.masked_language_model, BOTH, {"all_reduce": (11, 20), "all_gather": (0, 4)},
+    GoldenRow("bert2-mlm-2d", models.masked_language_model, BOTH, {"all_reduce": (11, 20), "all_gather": (0, 4)},
         {"tokens.weight": "tp:S(0)", "dense.weight": "R", "*.qkv.weight": "tp:S(0/3)", "*.out.weight": "tp:S(1)",
          "*.inner.0.weight": "tp:S(0)", "*.inner.2.weight": "tp:S(1)"},
         alpha=(2.0, 2.0), beta=(1.0, 0.1), pins={"dense": "none@tp"},
         whole=("*.out.bias", "*.inner.2.bias", "*norm*", "dense.*", "positions.*")),
-    Row("embed-tied-2d", lambda: models.tied(8, 8, 8, 1024), BOTH, {"all_reduce": (3, 3), "all_gather": (1, 1)},
+    GoldenRow("embed-tied-2d", lambda: models.tied(8, 8, 8, 1024), BOTH, {"all_reduce": (3, 3), "all_gather": (1, 1)},
         {"tokens.weight": "tp:S(0)"}, seconds=_tied),
-    Row("mixed-2d", models.dense_and_experts, Layout(mixed=(2, 2)), {"all_to_all": (1, 12), "all_reduce": (1, 8)},
+    GoldenRow("mixed-2d", models.dense_and_experts, Layout(mixed=(2, 2)), {"all_to_all": (1, 12), "all_reduce": (1, 8)},
         {"up": "m1:S(0) m2:S(0)", "down": "m1:S(0) m2:S(0)", "*.weight": "R"}, beta=(1.0, 0.1),
         pins=dict.fromkeys(("one", "two", "three", "four"), "batch@m1 batch@m2")),
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PlacementOutcome:
     """The program's outcome for a row: its plan, its solution, and the collectives of the lowered step."""
 
     plan: Plan
@@ -206,7 +208,7 @@ class Outcome:
         return Counter(collective.kind for collective in self.collectives if collective.bytes > SCALARS)
 
 
-def plan_row(row: Row, published: bool = False) -> Outcome:
+def plan_row(row: GoldenRow, published: bool = False) -> PlacementOutcome:
     """Plan the row by the integer program. ``published``: the published placement is fixed by pins."""
     graph, lower = row.graph(), PlanLowering(row.graph())
     share = sum(graph.tensors[name].num_bytes for name in graph.parameters) / prod(row.layout.axis_sizes)
@@ -228,10 +230,10 @@ def plan_row(row: Row, published: bool = False) -> Outcome:
         for node in phase.nodes
         for collective in (*((node.starts,) if node.starts is not None else ()), *node.inside)
     )  # fmt: skip
-    return Outcome(plan, assigned, collectives)
+    return PlacementOutcome(plan, assigned, collectives)
 
 
-def is_best(outcome: Outcome) -> bool:
+def is_best(outcome: PlacementOutcome) -> bool:
     """Whether the solution is the best of its problem, as a second solver proves: the integer program alone, in which
     only nodes with one neighbour are eliminated before."""
     problem, seconds = outcome.assigned.formulated.problem, outcome.assigned.solution.seconds
@@ -240,7 +242,7 @@ def is_best(outcome: Outcome) -> bool:
     return reply.proven and abs(reply.bound - seconds) <= 1e-6 * seconds
 
 
-def problems(row: Row, outcome: Outcome) -> list[str]:
+def problems(row: GoldenRow, outcome: PlacementOutcome) -> list[str]:
     """The differences from the row: numbers of collectives, placements, the objective."""
     differences = []
     for kind in {*row.counts, *outcome.counts}:
@@ -259,7 +261,7 @@ def problems(row: Row, outcome: Outcome) -> list[str]:
     return differences
 
 
-def outcome_of(row: Row) -> tuple[str, str]:
+def outcome_of(row: GoldenRow) -> tuple[str, str]:
     """The verdict on a row: ``equal``, ``cheaper`` or ``differs``; and the differences, costs and collectives."""
     published = plan_row(row, published=True)
     free = plan_row(row) if row.cheaper else published
@@ -345,14 +347,14 @@ def assigned(graph: Graph, layout: Layout, share: float) -> Assigned:
     return next(iter(ask.known.values()))
 
 
-def products_of(graph: Graph, found: Assigned, block: str = "") -> Counter[Product]:
+def products_of(graph: Graph, choice: Assigned, block: str = "") -> Counter[Product]:
     """The placements of the inputs and the output of every product, and how often they occur."""
-    sizes = found.formulated.sizes
+    sizes = choice.formulated.sizes
     counts: Counter[Product] = Counter()
     for op in graph.operators:
         if ":mm#" in op.name and op.name.startswith(block):
             assert op.rule is not None
-            strategy = found.strategies[op.name]
+            strategy = choice.strategies[op.name]
             first, second = (describe(input_placements(op.rule, strategy, side, sizes)) for side in range(2))
             counts[first, second, describe(output_placements(op.rule, strategy, 0, sizes))] += 1
     return counts
@@ -361,13 +363,13 @@ def products_of(graph: Graph, found: Assigned, block: str = "") -> Counter[Produ
 def sharded_problems(row: Sharded) -> list[str]:
     """The differences from the row."""
     graph = row.graph()
-    found = assigned(graph, row.layout, row.share)
+    choice = assigned(graph, row.layout, row.share)
     differences = []
-    for name, placements in found.storage.items():
+    for name, placements in choice.storage.items():
         wanted = next(wanted for glob, wanted in row.stored.items() if fnmatch(name, glob))
         if describe(placements) != wanted:
             differences.append(f"{name} is {describe(placements)}, not {wanted}")
-    counts = products_of(graph, found, row.block)
+    counts = products_of(graph, choice, row.block)
     for product in {*counts, *row.products}:
         wanted_count = row.products.get(product, 0)
         if counts[product] != wanted_count if wanted_count is not None else not counts[product]:
@@ -382,13 +384,13 @@ def stages() -> Check:
     """The published assignments of stages."""
     right = []
     for prices, devices, microbatches, step_s, published in GOLDEN:
-        found = assign_stages(prices, (devices,), microbatches)
+        assignment = assign_stages(prices, (devices,), microbatches)
         right.append(
-            found is not None
-            and isclose(found.step_s, step_s, rel_tol=1e-12)
+            assignment is not None
+            and isclose(assignment.step_s, step_s, rel_tol=1e-12)
             and published == [
                 (stage.first, stage.last, prices.submeshes[stage.submesh].devices, stage.variant)
-                for stage in found.stages
+                for stage in assignment.stages
             ]
         )  # fmt: skip
     measured = f"{sum(right)} of {len(right)} equal: stages, submeshes, variants and the objective"

@@ -49,7 +49,7 @@ LEAST = 0.95
 
 
 @dataclass
-class Summary:
+class OperatorSummary:
     """The verdicts on one operator's calls together."""
 
     target: str
@@ -130,7 +130,7 @@ class _Judge:
         return answer, ""
 
 
-def judged(calls: Mapping[str, Sequence[Call]], mesh: DeviceMesh, plain: bool = False) -> Iterator[Summary]:
+def judged(calls: Mapping[str, Sequence[Call]], mesh: DeviceMesh, plain: bool = False) -> Iterator[OperatorSummary]:
     """Yield the summary of each operator. Forks of this process judge the operators, as many at a time as cores. This
     process itself runs no operator on parts."""
     context = multiprocessing.get_context("fork")
@@ -150,7 +150,7 @@ def judged(calls: Mapping[str, Sequence[Call]], mesh: DeviceMesh, plain: bool = 
         late = [receiver for receiver, judge in running.items() if judge.deadline <= time.monotonic()]
         for receiver in dict.fromkeys([*ready, *late]):
             judge = running.pop(receiver)
-            summary = Summary(judge.target, stopped=judge.stopped)
+            summary = OperatorSummary(judge.target, stopped=judge.stopped)
             verdicts, problem = judge.end()
             if problem and not judge.stopped:
                 waiting.append((judge.target, problem))
@@ -167,7 +167,7 @@ def share(count: int, total: int) -> str:
     return f"{100 * count / total:.1f} %" if total else "none"
 
 
-def findings(summaries: Sequence[Summary]) -> list[Finding]:
+def findings(summaries: Sequence[OperatorSummary]) -> list[Finding]:
     """The verdicts."""
     wrong = [f"{summary.target} {text}" for summary in summaries for text in summary.wrong]
     right, operators = sum(each.right for each in summaries), sum(bool(each.right) for each in summaries)
@@ -209,7 +209,7 @@ def findings(summaries: Sequence[Summary]) -> list[Finding]:
     ]
 
 
-def table(summaries: Sequence[Summary]) -> str:
+def table(summaries: Sequence[OperatorSummary]) -> str:
     """A row for each operator, then the operators without a rule."""
     lines = ["| operator | calls | true | allowed | listed | missing | splits right | wrong |"]
     lines.append("| --- |" + " ---: |" * 7)
@@ -240,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    summaries: list[Summary] = []
+    summaries: list[OperatorSummary] = []
     with truth.validator() as mesh, Console(stderr=True).status("samples") as status:
         calls = collected(options.names or truth.names())
         for summary in judged(calls, mesh, options.plain):

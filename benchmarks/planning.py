@@ -42,22 +42,22 @@ def captured(layers: int) -> Graph:
 
 def timed(run: Callable[[], object], rounds: int) -> list[float]:
     """Seconds of each of several runs."""
-    found = []
+    seconds = []
     for _ in range(rounds):
         start = time.perf_counter()
         run()
-        found.append(time.perf_counter() - start)
-    return found
+        seconds.append(time.perf_counter() - start)
+    return seconds
 
 
 def judged(target: str, seconds: Sequence[float], limit_s: float, settings: str, gap: float | None = None) -> Duration:
     """The median against a limit."""
-    found = median(seconds)
+    estimate = median(seconds)
     proven = "" if gap is None else f"; proven within {gap:.2%} of the best"
     return Duration(
         target=target,
-        verdict=at_most(found, limit_s),
-        measured=f"{found.value:.2f} s (95 %: {found.low:.2f} to {found.high:.2f}){proven}",
+        verdict=at_most(estimate, limit_s),
+        measured=f"{estimate.value:.2f} s (95 %: {estimate.low:.2f} to {estimate.high:.2f}){proven}",
         series=Series.of(list(seconds), steps=1, settings=settings, run=new_run()),
         limit_s=limit_s,
     )
@@ -67,13 +67,13 @@ def plans(graph: Graph, captures: Sequence[float], rounds: int) -> Iterator[Find
     """The targets of 32 layers on both meshes."""
     for name, mesh in MESHES.items():
         cluster = mw.Cluster.load(CLUSTER, mesh.world_size)
-        found = assign(graph, mesh, cluster, PlanLowering(graph))
-        problem, gap = found.formulated.problem, found.solution.gap
+        assigned = assign(graph, mesh, cluster, PlanLowering(graph))
+        problem, gap = assigned.formulated.problem, assigned.solution.gap
         if name == "8x8":
             seconds = timed(lambda problem=problem: solve(problem), rounds)  # type: ignore[misc]
             yield judged(f"{LAYERS} layers on {name}: solve within {SOLVE_S:g} s", seconds, SOLVE_S, name, gap)
         planning = timed(lambda mesh=mesh, cluster=cluster: assign(graph, mesh, cluster, PlanLowering(graph)), rounds)  # type: ignore[misc]
-        both = [one + other for one, other in zip(captures, planning, strict=True)]
+        both = [capture_s + plan_s for capture_s, plan_s in zip(captures, planning, strict=True)]
         limit = ALL_S if name == "8x8" else ALL_THREE_AXES_S
         yield judged(f"{LAYERS} layers on {name}: all within {limit:g} s", both, limit, name, gap)
 
@@ -100,17 +100,19 @@ def growth(rounds: int, layers: Sequence[int]) -> Comparison:
         for count, problem in problems.items():
             seconds[count] += timed(lambda problem=problem: solve(problem), 1)  # type: ignore[misc]
     few, many = (median(seconds[count]).value for count in layers)
-    found = ratio(seconds[layers[1]], seconds[layers[0]])
-    series = {f"{count} layers": Series.of(one, steps=1, settings="8x8", run=run) for count, one in seconds.items()}
+    factor = ratio(seconds[layers[1]], seconds[layers[0]])
+    series = {
+        f"{count} layers": Series.of(solves, steps=1, settings="8x8", run=run) for count, solves in seconds.items()
+    }
     return Comparison(
         target=f"the solve grows at most {GROWTH}x from {layers[0]} to {layers[1]} layers",
-        verdict=at_most(found, GROWTH),
-        measured=f"{found}: {few:.3f} s and {many:.3f} s",
+        verdict=at_most(factor, GROWTH),
+        measured=f"{factor}: {few:.3f} s and {many:.3f} s",
         series=series,
         ours=f"{layers[1]} layers",
         baseline=f"{layers[0]} layers",
-        ratio=found.value,
-        interval=found.interval,
+        ratio=factor.value,
+        interval=factor.interval,
         limit=GROWTH,
     )
 
@@ -133,9 +135,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"repetitions (default {ROUNDS}; fewer: no file)")
     rounds: int = parser.parse_args(arguments).rounds
     results = []
-    for one in findings(rounds):
-        report.show(one)
-        results.append(one)
+    for finding in findings(rounds):
+        report.show(finding)
+        results.append(finding)
     if rounds >= ROUNDS:
         sizes: dict[str, str | int | float | bool] = {"model": "Llama-3-8B", "batch": BATCH, "sequence": SEQUENCE}
         settings = {
@@ -146,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         timed_text = "capture, the solve, capture and planning together, or lowering and pricing, as each target says"
         report.write("planning", "Planning Llama-3-8B", COMMAND, timed_text, settings, results, text)
         print("written to benchmarks/results/planning.md and .json")
-    return int(any(one.verdict == "fail" for one in results))
+    return int(any(finding.verdict == "fail" for finding in results))
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def _adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 @dataclass(frozen=True)
-class Model:
+class TrainedModel:
     """A model, its loss, its batch, and how it is trained."""
 
     make: Callable[[], torch.nn.Module]
@@ -70,16 +70,20 @@ def samples(name: str, size: int, *shape: int) -> dict[str, torch.Tensor]:
     return {name: inputs, "label": torch.randint(10, (size,), generator=generator)}
 
 
-MODELS: Mapping[str, Model] = {
-    "GPT-S": Model(gpt_s, language_model_loss, lambda: text(8, 128, 2048)),
-    "ResNet": Model(lambda: ResNet(depth=8, width=32), classification_loss, lambda: samples("image", 32, 3, 32, 32)),
-    "MLP": Model(lambda: MLP((1024, 2048, 2048, 2048, 10)), classification_loss, lambda: samples("inputs", 256, 1024)),
-    "demo": Model(demo_gpt, language_model_loss, lambda: text(8, 256, 256), _adamw, ADAMW, 1.0),
+MODELS: Mapping[str, TrainedModel] = {
+    "GPT-S": TrainedModel(gpt_s, language_model_loss, lambda: text(8, 128, 2048)),
+    "ResNet": TrainedModel(
+        lambda: ResNet(depth=8, width=32), classification_loss, lambda: samples("image", 32, 3, 32, 32)
+    ),
+    "MLP": TrainedModel(
+        lambda: MLP((1024, 2048, 2048, 2048, 10)), classification_loss, lambda: samples("inputs", 256, 1024)
+    ),
+    "demo": TrainedModel(demo_gpt, language_model_loss, lambda: text(8, 256, 256), _adamw, ADAMW, 1.0),
 }
 
 
 @dataclass(frozen=True)
-class Case:
+class LayoutCase:
     """A model under a layout."""
 
     model: str
@@ -93,11 +97,11 @@ class Case:
         return f"{self.model}, {layout_text(self.layout)}"
 
 
-def cases_of(model: str, **layouts: Mapping[str, Any]) -> list[Case]:
+def cases_of(model: str, **layouts: Mapping[str, Any]) -> list[LayoutCase]:
     own = {"batch_statistics": "microbatch"}
     return [
-        Case(model, mw.Layout(**(dict(one) | (own if one.get("microbatches", 1) > 1 else {}))))
-        for one in layouts.values()
+        LayoutCase(model, mw.Layout(**(dict(layout) | (own if layout.get("microbatches", 1) > 1 else {}))))
+        for layout in layouts.values()
     ]
 
 
@@ -113,7 +117,7 @@ _TWO: dict[str, Mapping[str, Any]] = {
     "recompute": {"pp": 2, "microbatches": 4, "recompute": "full"},
 }
 _DEMO = {name: _TWO[name] for name in ("dp", "tp", "1f1b")}
-_NO_TP = {name: one for name, one in _TWO.items() if name != "tp"} | {"1f1b of 8": {"pp": 2, "microbatches": 8}}
+_NO_TP = {name: layout for name, layout in _TWO.items() if name != "tp"} | {"1f1b of 8": {"pp": 2, "microbatches": 8}}
 CASES = [
     case
     for model, two in (("demo", _DEMO), ("GPT-S", _TWO), ("ResNet", _NO_TP), ("MLP", _TWO))
@@ -126,7 +130,7 @@ CASES = [
 # --- on every rank ---------------------------------------------------------------------------------------------------
 
 
-def trainer_of(case: Case, model: Model) -> tuple[Any, dict[str, torch.Tensor]]:
+def trainer_of(case: LayoutCase, model: TrainedModel) -> tuple[Any, dict[str, torch.Tensor]]:
     """A trainer and its batch."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -137,7 +141,7 @@ def trainer_of(case: Case, model: Model) -> tuple[Any, dict[str, torch.Tensor]]:
     return trainer, batch
 
 
-def measure(cases: Sequence[Case], rounds: int, steps: int) -> dict[str, list[float]]:
+def measure(cases: Sequence[LayoutCase], rounds: int, steps: int) -> dict[str, list[float]]:
     """Seconds a step by case and round, cases in turn."""
     sides = {}
     for case in cases:
@@ -149,7 +153,7 @@ def measure(cases: Sequence[Case], rounds: int, steps: int) -> dict[str, list[fl
 # --- prediction ------------------------------------------------------------------------------------------------------
 
 
-def predicted_s(case: Case, cluster: Cluster) -> float:
+def predicted_s(case: LayoutCase, cluster: Cluster) -> float:
     """The simulated step, as plans and ledgers have it."""
     model = MODELS[case.model]
     graph = mw.capture(model.make(), model.loss, model.batch())
@@ -181,10 +185,14 @@ def step_times(calibrate: Callable[[], Cluster], only: str, rounds: int, steps: 
     before = calibrate()
     for num_ranks in (1, 2):
         for model in dict.fromkeys(case.model for case in CASES):
-            cases = [one for one in CASES if one.model == model and one.num_ranks == num_ranks and only in str(one)]
+            cases = [
+                candidate
+                for candidate in CASES
+                if candidate.model == model and candidate.num_ranks == num_ranks and only in str(candidate)
+            ]
             if not cases:
                 continue
-            chosen = Case(model, auto_layout(model, num_ranks, before))
+            chosen = LayoutCase(model, auto_layout(model, num_ranks, before))
             if str(chosen) not in map(str, cases):
                 cases.append(chosen)
             clusters = [before]
@@ -192,8 +200,8 @@ def step_times(calibrate: Callable[[], Cluster], only: str, rounds: int, steps: 
             with Ranks() as ranks:
                 for turn in range(TURNS):
                     share = rounds * (turn + 1) // TURNS - rounds * turn // TURNS
-                    for name, taken in ranks(num_ranks, measure, cases, share, steps, timeout=1800.0)[0].items():
-                        seconds[name] += taken
+                    for name, more in ranks(num_ranks, measure, cases, share, steps, timeout=1800.0)[0].items():
+                        seconds[name] += more
                     clusters.append(calibrate())
             for case in cases:
                 predictions = [predicted_s(case, cluster) for cluster in clusters]
@@ -201,23 +209,25 @@ def step_times(calibrate: Callable[[], Cluster], only: str, rounds: int, steps: 
                 results.append(_step_time(case, seconds[str(case)], statistics.fmean(predictions), steps, run))
                 show(results[-1])
             if num_ranks > 1 and not only:
-                results.append(_auto(model, str(chosen), {str(one): seconds[str(one)] for one in cases}))
+                results.append(
+                    _auto(model, str(chosen), {str(candidate): seconds[str(candidate)] for candidate in cases})
+                )
                 show(results[-1])
             before = clusters[-1]
     return results, drift
 
 
-def _step_time(case: Case, seconds: Sequence[float], predicted: float, steps: int, run: str) -> PredictedTime:
-    found = estimated_median(seconds).inverse().times(predicted)
-    error = found.value - 1
-    kept = [abs(one - 1) <= ERROR for one in found.interval]
-    outside = not any(kept) and (found.high < 1 or found.low > 1)
+def _step_time(case: LayoutCase, seconds: Sequence[float], predicted: float, steps: int, run: str) -> PredictedTime:
+    estimate = estimated_median(seconds).inverse().times(predicted)
+    error = estimate.value - 1
+    kept = [abs(limit - 1) <= ERROR for limit in estimate.interval]
+    outside = not any(kept) and (estimate.high < 1 or estimate.low > 1)
     series = Series.of(list(seconds), steps=steps, settings=str(case), run=run)
     return PredictedTime(
         target=f"{case}: step time within {ERROR:.0%}",
         verdict="pass" if all(kept) else "fail" if outside else "undecided",
-        measured=f"{error:+.1%} (95 %: {found.low - 1:+.1%} to {found.high - 1:+.1%}): predicted {ms(predicted)}, "
-        f"measured {ms(series.value_s)}",
+        measured=f"{error:+.1%} (95 %: {estimate.low - 1:+.1%} to {estimate.high - 1:+.1%}): "
+        f"predicted {ms(predicted)}, measured {ms(series.value_s)}",
         series=series,
         predicted_s=predicted,
         error=error,
@@ -227,24 +237,24 @@ def _step_time(case: Case, seconds: Sequence[float], predicted: float, steps: in
 
 def auto_layout(model: str, num_ranks: int, cluster: Cluster) -> mw.Layout:
     """What the planner chooses."""
-    one = MODELS[model]
-    graph = mw.capture(one.make(), one.loss, one.batch())
-    clips = one.max_grad_norm is not None
-    return mw.plan(graph, cluster, devices=num_ranks, optimizer=one.states, clips=clips).layout
+    subject = MODELS[model]
+    graph = mw.capture(subject.make(), subject.loss, subject.batch())
+    clips = subject.max_grad_norm is not None
+    return mw.plan(graph, cluster, devices=num_ranks, optimizer=subject.states, clips=clips).layout
 
 
 def _auto(model: str, chosen: str, seconds: Mapping[str, Sequence[float]]) -> Finding:
     """The planner's choice beside the fastest of all layouts, measured by turns."""
     fastest = min(seconds, key=lambda name: statistics.median(seconds[name]))
-    found = ratio(seconds[chosen], seconds[fastest])
-    verdict = at_most(found, 1 + AUTO)
+    slower = ratio(seconds[chosen], seconds[fastest])
+    verdict = at_most(slower, 1 + AUTO)
     return Check(
         target=f'{model}, 2 ranks: "auto" within {AUTO:.0%} of the fastest layout measured',
         verdict=verdict,
-        measured=f"{found} of it: it chooses {chosen}; the fastest is {fastest}",
+        measured=f"{slower} of it: it chooses {chosen}; the fastest is {fastest}",
         passed=int(verdict == "pass"),
         total=1,
-        notes={"ratio": found.value},
+        notes={"ratio": slower.value},
     )
 
 
@@ -277,7 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     given = mw.Cluster.load(options.cluster) if options.cluster else None
     results, drift = step_times(lambda: given or calibrated(), options.only, options.rounds, options.steps)
-    errors = [abs(one.error) for one in results if isinstance(one, PredictedTime)]
+    errors = [abs(finding.error) for finding in results if isinstance(finding, PredictedTime)]
     if errors:
         median = statistics.median(errors)
         passed = int(median <= MEDIAN_ERROR)
@@ -295,9 +305,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         show(results[-1])
     if not options.only:
         for part in (emulation, simulation, tracing):
-            for one in part.findings():
-                results.append(one)
-                show(one)
+            for finding in part.findings():
+                results.append(finding)
+                show(finding)
         words = (
             "Step times are medians over alternating rounds, beside the simulation over what `meshwright calibrate` "
             f"measured: the mean of the predictions by {TURNS + 1} calibrations, with which the rounds of a model took "
@@ -310,9 +320,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             str(case): Settings(dtype="float32", ranks=case.num_ranks, threads=1, sizes={"model": case.model})
             for case in CASES
         } | {
-            one.series.settings: Settings(dtype="float32", ranks=2, threads=1, sizes={"model": one.series.settings})
-            for one in results
-            if isinstance(one, PredictedTime) and one.series.settings not in map(str, CASES)
+            finding.series.settings: Settings(
+                dtype="float32", ranks=2, threads=1, sizes={"model": finding.series.settings}
+            )
+            for finding in results
+            if isinstance(finding, PredictedTime) and finding.series.settings not in map(str, CASES)
         }
         settings[simulation.SETTINGS] = Settings(ranks=1, threads=1, sizes={"microbatches": simulation.MICROBATCHES})
         report.write("prediction", "Prediction beside measurement", COMMAND, timed, settings, results, words)

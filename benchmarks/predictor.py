@@ -90,22 +90,22 @@ def judge(folders: Sequence[Path]) -> bool:
     print(f"{'table':20} {'software':13} runs   mean    p90   bias  {titles}")
     for path in sorted(path for folder in folders for path in folder.glob("*.csv")):
         cases, left_out = read_cases(path, SOFTWARE_OF.get(path.stem, ""))
-        found = compare(cases, left_out)
+        errors = compare(cases, left_out)
         learned, unknown = _learned(cases, 3), _learned(with_profile(cases, Software()), 3)
-        verdicts = _learned(cases, 20) if found.oom_balanced_accuracy is not None else {}
+        verdicts = _learned(cases, 20) if errors.oom_balanced_accuracy is not None else {}
         cells = [
-            _cell(found.mape, MEAN), f"{found.p90 or 0:6.2f} {found.bias or 0:+6.2f} {found.spearman or 0:5.3f}",
-            f"{found.baseline_mape or 0:9.2f}", _cell(found.coverage, *COVERED, width=5),
+            _cell(errors.mape, MEAN), f"{errors.p90 or 0:6.2f} {errors.bias or 0:+6.2f} {errors.spearman or 0:5.3f}",
+            f"{errors.baseline_mape or 0:9.2f}", _cell(errors.coverage, *COVERED, width=5),
             f"{learned.get('zero_shot_mape', 0.0):6.2f}", _cell(learned.get("mape"), LEARNED, width=6),
             f"{unknown.get('zero_shot_mape', 0.0):6.2f}",
             _cell(unknown.get("mape"), HALF * unknown.get("zero_shot_mape", 0.0), width=6),
             f"{_fitted(cases):8.2f} {_floor(cases):6.2f}",
-            _cell(found.memory_mape, MEMORY, width=6),
-            _cell(found.oom_balanced_accuracy, VERDICTS, 1.0, width=7),
+            _cell(errors.memory_mape, MEMORY, width=6),
+            _cell(errors.oom_balanced_accuracy, VERDICTS, 1.0, width=7),
             _cell(verdicts.get("oom_balanced_accuracy"), VERDICTS_LEARNED, 1.0, width=8),
         ]  # fmt: skip
         good &= not any(cell.endswith("!") for cell in cells)
-        print(f"{path.stem:20} {', '.join(found.software):13} {found.cases:4} {' '.join(cells)}", flush=True)
+        print(f"{path.stem:20} {', '.join(errors.software):13} {errors.cases:4} {' '.join(cells)}", flush=True)
     print("! misses what is asked; learn 3: before and after, 20 draws on each device, from the profile and from none")
     print(
         "from all: learned from all runs of a device and a stack, and judged on these very runs; floor: the best time "
@@ -143,8 +143,8 @@ def _learned(cases: Sequence[Case], runs: int) -> dict[str, float]:
                 if trials[name] is not None:
                     sums.setdefault(name, []).append((len(part), trials[name]))
     return {
-        name: sum(count * value for count, value in found) / sum(count for count, _ in found)
-        for name, found in sums.items()
+        name: sum(count * value for count, value in counted) / sum(count for count, _ in counted)
+        for name, counted in sums.items()
     }
 
 

@@ -61,7 +61,9 @@ def _counted() -> Check:
             total += 2
             equal += there == [words_received(plan, rank) for rank in ranks]
             both = [words_received(plan, rank, gradients=True) for rank in ranks]
-            equal += [one + other for one, other in zip(there, back, strict=True)] == both
+            equal += [
+                forward_words + backward_words for forward_words, backward_words in zip(there, back, strict=True)
+            ] == both
     return report.share(
         f"words counted in the steps of every grid of 1 to {MOST_RANKS} ranks with ragged sizes equal the closed form, "
         "forward and backward", equal, total, f"{equal} of {total}",
@@ -89,14 +91,14 @@ def _chosen() -> Check:
 
 
 def _published() -> Check:
-    found = [most_words(choose_grid(*sizes, num_ranks)) for sizes, num_ranks, _ in PUBLISHED]
+    volumes = [most_words(choose_grid(*sizes, num_ranks)) for sizes, num_ranks, _ in PUBLISHED]
     equal = sum(
         words == expected == round(lower_bound(*sizes, num_ranks))
-        for words, (sizes, num_ranks, expected) in zip(found, PUBLISHED, strict=True)
+        for words, (sizes, num_ranks, expected) in zip(volumes, PUBLISHED, strict=True)
     )
     return report.share(
         "published volumes (arXiv 2205.13407) equal the chosen grid's words and the lower bound", equal, len(PUBLISHED),
-        ", ".join(f"{words:,}" for words in found),
+        ", ".join(f"{words:,}" for words in volumes),
     )  # fmt: skip
 
 
@@ -107,7 +109,7 @@ def box_findings(rounds: int) -> list[Finding]:
     """The chosen plan beside named grids, its prediction, and its memory."""
     if missing := why_not():
         return [Check(target="products in boxes", verdict="reported", measured=f"not measured: {missing}")]
-    found: list[Finding] = []
+    results: list[Finding] = []
     shapes: dict[str, dict[str, ProductRow]] = {}
     for shape, sizes in SHAPES.items():
         timed = products([sizes], ranks=4, boxes=2, gbit=1.0, repetitions=rounds, memory_words=MEMORY[shape])
@@ -115,16 +117,17 @@ def box_findings(rounds: int) -> list[Finding]:
         print(*(f"{shape} {row.name}: {row.median_s * 1e3:.1f} ms, predicted {row.predicted_s * 1e3:.1f} ms, "
                 f"{described(row)}" for row in timed), sep="\n", flush=True)  # fmt: skip
     for shape, rows in shapes.items():
-        found += _of_a_shape(shape, rows)
+        results += _of_a_shape(shape, rows)
     faster = {
         shape: ratio(rows[_fastest(rows, AT_BEST)].seconds, rows[CHOSEN].seconds) for shape, rows in shapes.items()
     }
-    reached = sum(one.low >= FASTER for one in faster.values())
-    found.append(report.share(
+    reached = sum(estimate.low >= FASTER for estimate in faster.values())
+    results.append(report.share(
         f"{SETTINGS}: the chosen plan is at least {FASTER:g} x as fast as the better of 1D column and 1D row, on two "
-        "of the three shapes", min(reached, 2), 2, ", ".join(f"{shape} {one}" for shape, one in faster.items()),
+        "of the three shapes", min(reached, 2), 2,
+        ", ".join(f"{shape} {estimate}" for shape, estimate in faster.items()),
     ))  # fmt: skip
-    return found
+    return results
 
 
 def _of_a_shape(shape: str, rows: dict[str, ProductRow]) -> list[Finding]:
@@ -172,7 +175,7 @@ PARTS: dict[str, Callable[[int], list[Finding]]] = {"words": word_findings, "box
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; write the result if all parts were measured."""
-    found, _, whole = report.measured(COMMAND, __doc__, PARTS, ROUNDS, arguments)
+    results, _, whole = report.measured(COMMAND, __doc__, PARTS, ROUNDS, arguments)
     if whole:
         timed = (
             "A matrix product, from when all ranks have met until the slowest has its part of the result; all grids "
@@ -183,8 +186,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for shape, (m, k, n) in SHAPES.items()
         }
         text = (__doc__ or "").partition("is missed.")[2].strip()
-        report.write("products", "Products on grids", COMMAND, timed, settings, found, text)
-    return report.alone(found)
+        report.write("products", "Products on grids", COMMAND, timed, settings, results, text)
+    return report.alone(results)
 
 
 if __name__ == "__main__":

@@ -28,17 +28,17 @@ from meshwright.planner.inter_op.pipelines import ALIKE
 
 
 @dataclass(frozen=True)
-class Place:
+class ClusterPlace:
     """Where a model is to be trained."""
 
     cluster: str
     num_ranks: int
 
 
-PLACES: Mapping[str, Place] = {
-    "one box": Place("a100-80gb-dgx", 8),
-    "8 boxes": Place("a100-80gb-dgx-hdr200x8", 64),
-    "slow links": Place("v100-16gb-p3-eth25", 16),
+PLACES: Mapping[str, ClusterPlace] = {
+    "one box": ClusterPlace("a100-80gb-dgx", 8),
+    "8 boxes": ClusterPlace("a100-80gb-dgx-hdr200x8", 64),
+    "slow links": ClusterPlace("v100-16gb-p3-eth25", 16),
 }
 
 
@@ -80,15 +80,15 @@ def by_hand(num_ranks: int) -> Iterator[mw.Layout]:
 
 def hand_steps(graph: Graph, cluster: Cluster, num_ranks: int) -> dict[str, float]:
     """Simulated seconds of a step by layout; those that do not fit the model are left out."""
-    found = {}
+    by_layout = {}
     for layout in by_hand(num_ranks):
         try:
             ask = Ask(explains=False, by_rule=True, lower=PlanLowering(graph), fits_buckets=False)
             plan = plan_layout(graph, layout, world_size=num_ranks, cluster=cluster, ask=ask)
         except MeshwrightError:
             continue
-        found[layout_text(layout)] = foretell(PlanLowering(graph), plan, cluster).played.step_s
-    return found
+        by_layout[layout_text(layout)] = foretell(PlanLowering(graph), plan, cluster).played.step_s
+    return by_layout
 
 
 def compared(name: str, graph: Graph, cluster: Cluster, num_ranks: int) -> Check:

@@ -26,9 +26,9 @@ COMMIT = commit_of(Path(__file__).parent)
 """When the benchmark began."""
 
 
-def at_most(found: Estimate, limit: float) -> Verdict:
+def at_most(estimate: Estimate, limit: float) -> Verdict:
     """``pass`` where the whole interval keeps the limit, ``fail`` where none of it does, else ``undecided``."""
-    return "pass" if found.high <= limit else "fail" if found.low > limit else "undecided"
+    return "pass" if estimate.high <= limit else "fail" if estimate.low > limit else "undecided"
 
 
 def judged(
@@ -57,9 +57,9 @@ def judged(
     }
     peers = [name for name in seconds if name != ours]
     fastest = min(peers, key=lambda name: series[name].value_s)
-    found = ratio(seconds[ours], seconds[fastest])
-    verdict: Verdict = "reported" if (busy_cores or num_ranks) > num_cores() else at_most(found, limit)
-    measured = f"{found}: {ms(series[ours].value_s)} against {ms(series[fastest].value_s)} ({fastest})"
+    estimate = ratio(seconds[ours], seconds[fastest])
+    verdict: Verdict = "reported" if (busy_cores or num_ranks) > num_cores() else at_most(estimate, limit)
+    measured = f"{estimate}: {ms(series[ours].value_s)} against {ms(series[fastest].value_s)} ({fastest})"
     if loss_spread is not None:
         spread = float(np.ptp(np.array(list(losses.values())), axis=0).max())
         if not spread <= loss_spread:
@@ -72,8 +72,8 @@ def judged(
         series=series,
         ours=ours,
         baseline=fastest,
-        ratio=found.value,
-        interval=found.interval,
+        ratio=estimate.value,
+        interval=estimate.interval,
         limit=limit,
         notes={"ratios": {name: ratio(seconds[ours], seconds[name]).value for name in peers}},
     )
@@ -88,9 +88,9 @@ def decided(
     """
     with Ranks() as ranks:
         seconds, losses = ranks(num_ranks, measure, *args, timeout=1800.0)[0]
-    found = judge(seconds, losses)
-    if found.verdict != "undecided":
-        return found
+    comparison = judge(seconds, losses)
+    if comparison.verdict != "undecided":
+        return comparison
     with Ranks() as ranks:
         more, others = ranks(num_ranks, measure, *args, timeout=1800.0)[0]
     return judge(
@@ -100,31 +100,33 @@ def decided(
 
 
 def speedup(
-    target: str, one: Sequence[float], several: Sequence[float], num_ranks: int, at_least: float | None, *, base: str,
-    unit: str, work: float, parameters: int, steps: int, settings: tuple[str, str],
+    target: str, on_one: Sequence[float], on_many: Sequence[float], num_ranks: int, at_least: float | None, *,
+    base: str, unit: str, work: float, parameters: int, steps: int, settings: tuple[str, str],
 ) -> Scaling:  # fmt: skip
     """The speed-up of ``num_ranks`` ranks over one rank, which run one after the other; both have the same ``work``.
 
     Args:
-        one: seconds a step on one rank, by round; ``several``: those on ``num_ranks`` ranks.
+        on_one: seconds a step on one rank, by round; ``on_many``: those on ``num_ranks`` ranks.
         at_least: the speed-up that passes; None: it is only reported.
         base: what the one rank does.
         settings: the names of the settings of both.
     """
-    found, run = ratio_of_medians(one, several), new_run()
+    estimate, run = ratio_of_medians(on_one, on_many), new_run()
     points = [
         ScalingPoint(
             series=Series.of(list(seconds), steps=steps, settings=name, run=run), batch=int(work),
             parameters=parameters, work=work, speedup=speedup, efficiency=speedup / count, interval=interval,
         )
         for count, name, seconds, speedup, interval in (
-            (1, settings[0], one, 1.0, None), (num_ranks, settings[1], several, found.value, found.interval),
+            (1, settings[0], on_one, 1.0, None), (num_ranks, settings[1], on_many, estimate.value, estimate.interval),
         )
     ]  # fmt: skip
     return Scaling(
         target=target,
-        verdict="reported" if at_least is None or num_cores() < num_ranks else at_most(found.inverse(), 1 / at_least),
-        measured=f"{found}; not alternating: one process and {num_ranks} ranks run one after the other",
+        verdict="reported"
+        if at_least is None or num_cores() < num_ranks
+        else at_most(estimate.inverse(), 1 / at_least),
+        measured=f"{estimate}; not alternating: one process and {num_ranks} ranks run one after the other",
         scaling="strong",
         base=base,
         work_unit=unit,
@@ -139,7 +141,7 @@ def share(target: str, passed: int, total: int, measured: str, notes: Mapping[st
     return Check(target=target, verdict=verdict, measured=measured, passed=passed, total=total, notes=dict(notes or {}))
 
 
-class Measured(NamedTuple):
+class MeasuredParts(NamedTuple):
     """The findings of a benchmark; ``whole``: of all of its parts, so that the result is written."""
 
     findings: list[Finding]
@@ -150,7 +152,7 @@ class Measured(NamedTuple):
 def measured(
     command: str, doc: str | None, parts: Mapping[str, Callable[[int], list[Finding]]], rounds: int,
     arguments: Sequence[str] | None,
-) -> Measured:  # fmt: skip
+) -> MeasuredParts:  # fmt: skip
     """Measure the parts of a benchmark that its arguments name, in ``rounds`` rounds unless they say otherwise.
 
     Args:
@@ -163,7 +165,7 @@ def measured(
     if options.rounds < 5:
         parser.error("a median needs at least 5 rounds")
     findings = [finding for part in options.only or parts for finding in parts[part](options.rounds)]
-    return Measured(findings, options.rounds, not options.only)
+    return MeasuredParts(findings, options.rounds, not options.only)
 
 
 def how(rounds: int, steps: int) -> str:
@@ -199,24 +201,24 @@ def write(
     script = (
         f"benchmarks/{module}/__main__.py" if Path(__file__).with_name(module).is_dir() else f"benchmarks/{module}.py"
     )
-    found = Result(
+    result = Result(
         name=name, command=command, script=script, commit=COMMIT, date=today(),
         machine=this_machine(), versions=versions(), timed=timed, settings=dict(settings), findings=tuple(findings),
     )  # fmt: skip
     RESULTS.mkdir(exist_ok=True)
-    if refusals := lint(found):
+    if refusals := lint(result):
         kept = RESULTS / f"{name}.refused.json"
-        files.save(found, kept)
+        files.save(result, kept)
         raise ValueError("\n".join([f"{kept} is refused:", *map(str, refusals)]))
-    files.save(found, RESULTS / f"{name}.json")
-    (RESULTS / f"{name}.md").write_text(page(found, title, text), encoding="utf-8")
+    files.save(result, RESULTS / f"{name}.json")
+    (RESULTS / f"{name}.md").write_text(page(result, title, text), encoding="utf-8")
 
 
-def page(found: Result, title: str, text: str) -> str:
+def page(result: Result, title: str, text: str) -> str:
     """A result for people."""
-    lines = [f"| {one.target} | {one.verdict} | {one.measured} |" for one in found.findings]
+    lines = [f"| {row.target} | {row.verdict} | {row.measured} |" for row in result.findings]
     detail = []
-    for finding in found.findings:
+    for finding in result.findings:
         heading = finding.target.split(":")[0]
         if isinstance(finding, Comparison):
             for side, series in finding.series.items():
@@ -225,8 +227,8 @@ def page(found: Result, title: str, text: str) -> str:
                 detail.append(f"| {heading} | {side} | {times} |")
     return f"""# {title}
 
-Made by `{found.command}` on {found.machine.cores} cores ({found.machine.cpu}), torch {found.versions["torch"]}, \
-Python {found.versions["python"]}, on {found.date} at commit {found.commit}.
+Made by `{result.command}` on {result.machine.cores} cores ({result.machine.cpu}), torch {result.versions["torch"]}, \
+Python {result.versions["python"]}, on {result.date} at commit {result.commit}.
 
 | target | verdict | measured |
 | --- | --- | --- |
@@ -240,16 +242,16 @@ Python {found.versions["python"]}, on {found.date} at commit {found.commit}.
 """
 
 
-def show(found: Finding) -> None:
+def show(finding: Finding) -> None:
     """Print a finding."""
-    print(f"{found.verdict:<8}  {found.target}\n          {found.measured}", flush=True)
+    print(f"{finding.verdict:<8}  {finding.target}\n          {finding.measured}", flush=True)
 
 
 def alone(findings: Sequence[Finding]) -> int:
     """Print findings of a part of a benchmark, which writes no file; the exit code: 1 if one failed."""
-    for one in findings:
-        show(one)
-    return int(any(one.verdict == "fail" for one in findings))
+    for finding in findings:
+        show(finding)
+    return int(any(finding.verdict == "fail" for finding in findings))
 
 
 def size(num_bytes: int) -> str:

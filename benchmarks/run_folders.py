@@ -22,21 +22,21 @@ def losses_in(directory: Path, *, gaps: bool = False) -> dict[int, float]:
         rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     except (OSError, ValueError) as error:
         raise RowsError(f"metrics.jsonl cannot be read: {error}") from None
-    found = [(row["step"], row["loss"]) for row in rows if "loss" in row]
-    steps = [step for step, _ in found]
+    losses = [(row["step"], row["loss"]) for row in rows if "loss" in row]
+    steps = [step for step, _ in losses]
     for before, step in pairwise([0, *steps]):
         if step <= before or (step != before + 1 and not gaps):
             raise RowsError(f"metrics.jsonl has not each step once, in order: step {step} follows step {before}")
-    return dict(found)
+    return dict(losses)
 
 
-def difference(mine: dict[int, float], others: dict[int, float]) -> float:
+def difference(losses: dict[int, float], expected: dict[int, float]) -> float:
     """The largest difference of a loss; infinite if there are not the same steps, or if one is not a number."""
-    if mine.keys() != others.keys():
+    if losses.keys() != expected.keys():
         return float("inf")
     worst = 0.0
-    for step, loss in mine.items():
-        off = abs(loss - others[step])
+    for step, loss in losses.items():
+        off = abs(loss - expected[step])
         worst = max(worst, off if off == off else float("inf"))
     return worst
 
@@ -44,13 +44,13 @@ def difference(mine: dict[int, float], others: dict[int, float]) -> float:
 def parents(dead: bool = False) -> dict[int, int]:
     """The parent of each process of this machine that lives; with ``dead``, also of those that nobody has waited for:
     threads and children of a process may live on for a moment after it."""
-    found = {}
+    by_process = {}
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             state, parent = (path / "stat").read_text().rpartition(")")[2].split()[:2]
             if dead or state != "Z":
-                found[int(path.name)] = int(parent)
-    return found
+                by_process[int(path.name)] = int(parent)
+    return by_process
 
 
 def ranks_of(launcher: int) -> list[int]:

@@ -55,20 +55,20 @@ def kept(results: Mapping[str, Result], cores: int) -> tuple[dict[str, Settings]
     return settings, findings
 
 
-def _by_ranks(kind: str, found: Scaling, result: Result, cores: int) -> list[Scaling]:
-    first, *others = (msgspec.structs.replace(point, series=_named(kind, point.series)) for point in found.points)
+def _by_ranks(kind: str, scaling: Scaling, result: Result, cores: int) -> list[Scaling]:
+    first, *others = (msgspec.structs.replace(point, series=_named(kind, point.series)) for point in scaling.points)
     what = "the same step" if kind == "strong" else f"{KINDS[kind]} grows with the ranks"
-    several = []
-    for point, plain in zip(others, found.points[1:], strict=True):
+    results = []
+    for point, plain in zip(others, scaling.points[1:], strict=True):
         ranks = result.settings_of(plain.series).ranks
         shared = f" ({ranks} ranks share {cores} cores)" if ranks > cores else ""
-        several.append(
+        results.append(
             msgspec.structs.replace(
-                found, target=f"{kind} scaling to {ranks} ranks: {what}{shared}", measured=speed(point),
+                scaling, target=f"{kind} scaling to {ranks} ranks: {what}{shared}", measured=speed(point),
                 points=(first, point),
             )
         )  # fmt: skip
-    return several
+    return results
 
 
 def _named(kind: str, series: Series) -> Series:

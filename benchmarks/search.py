@@ -58,7 +58,7 @@ Captured = Callable[[], Graph]
 
 
 @dataclass(frozen=True)
-class Case:
+class SearchCase:
     """A model on a cluster, and the longest time that passes."""
 
     name: str
@@ -130,16 +130,16 @@ def wide_resnet(batch: int) -> Graph:
 
 
 CASES = (
-    Case("Llama-3-8B on 8x8", lambda: llama(32, 4096, 14336, 32, 64), H100, 64, 20.0),
-    Case("Llama-3-70B on 128x8", lambda: llama(80, 8192, 28672, 64, 1024), H100, 1024, 60.0),
-    Case("GPT-3 on 128x8", lambda: gpt3(1536), H100, 1024, 120.0),
-    Case("Mixtral 8x22B on 16x8", lambda: mixtral(512), H100, 128, 60.0),
-    Case("Wide-ResNet on 8x8", lambda: wide_resnet(1536), H100, 64, 60.0),
-    Case("T5-11B on 8x8", lambda: t5(256), H100, 64, 60.0),
+    SearchCase("Llama-3-8B on 8x8", lambda: llama(32, 4096, 14336, 32, 64), H100, 64, 20.0),
+    SearchCase("Llama-3-70B on 128x8", lambda: llama(80, 8192, 28672, 64, 1024), H100, 1024, 60.0),
+    SearchCase("GPT-3 on 128x8", lambda: gpt3(1536), H100, 1024, 120.0),
+    SearchCase("Mixtral 8x22B on 16x8", lambda: mixtral(512), H100, 128, 60.0),
+    SearchCase("Wide-ResNet on 8x8", lambda: wide_resnet(1536), H100, 64, 60.0),
+    SearchCase("T5-11B on 8x8", lambda: t5(256), H100, 64, 60.0),
 )
 
 
-def planned(case: Case) -> dict[str, Any]:
+def planned(case: SearchCase) -> dict[str, Any]:
     """Seconds and memory of one case, in this process, and what was found."""
     start = time.perf_counter()
     graph = case.captured()
@@ -192,11 +192,11 @@ def findings(rounds: int, names: Sequence[str]) -> Iterator[Finding]:
     for case in CASES:
         if names and case.name not in names:
             continue
-        found = [in_a_process("--case", case.name) for _ in range(rounds)]
-        seconds = [one["seconds"] for one in found]
+        runs = [in_a_process("--case", case.name) for _ in range(rounds)]
+        seconds = [run["seconds"] for run in runs]
         took = median(seconds)
-        peaks[case.name] = max(one["peak_bytes"] for one in found) / 2**30
-        last = found[-1]
+        peaks[case.name] = max(run["peak_bytes"] for run in runs) / 2**30
+        last = runs[-1]
         yield Duration(
             target=f"{case.name}: from the model to the plan file within {case.limit_s:g} s",
             verdict=at_most(took, case.limit_s),
@@ -225,18 +225,18 @@ def growth(rounds: int) -> Comparison:
     for _ in range(rounds):
         for layers, each in seconds.items():
             each.append(in_a_process("--layers", str(layers))["seconds"])
-    found, run = ratio(seconds[MANY], seconds[FEW]), new_run()
+    factor, run = ratio(seconds[MANY], seconds[FEW]), new_run()
     return Comparison(
         target=f"the search grows at most {GROWTH}x from {FEW} to {MANY:,} equal layers",
-        verdict=at_most(found, GROWTH),
-        measured=f"{found}: {median(seconds[FEW]).value:.1f} s and {median(seconds[MANY]).value:.1f} s",
+        verdict=at_most(factor, GROWTH),
+        measured=f"{factor}: {median(seconds[FEW]).value:.1f} s and {median(seconds[MANY]).value:.1f} s",
         series={
             f"{layers} layers": Series.of(each, steps=1, settings="growth", run=run) for layers, each in seconds.items()
         },
         ours=f"{MANY} layers",
         baseline=f"{FEW} layers",
-        ratio=found.value,
-        interval=found.interval,
+        ratio=factor.value,
+        interval=factor.interval,
         limit=GROWTH,
     )
 
@@ -272,13 +272,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps({"seconds": searched_s(given.layers)}))
         return 0
     results = []
-    for one in findings(given.rounds, given.only):
-        report.show(one)
-        results.append(one)
+    for finding in findings(given.rounds, given.only):
+        report.show(finding)
+        results.append(finding)
     if given.rounds >= ROUNDS and not given.only:
         write(results)
         print("written to benchmarks/results/search.md and .json")
-    return int(any(one.verdict == "fail" for one in results))
+    return int(any(finding.verdict == "fail" for finding in results))
 
 
 if __name__ == "__main__":

@@ -43,8 +43,8 @@ from meshwright.serving.local import run_locally
 from meshwright.serving.on_ray import run_on_ray
 from meshwright.serving.plan import WorkflowPlan
 from meshwright.serving.profile import profile, with_profiles
-from meshwright.serving.simulate import Played, simulate
-from meshwright.serving.station import Job
+from meshwright.serving.simulate import PlayedItems, simulate
+from meshwright.serving.station import StationJob
 from meshwright.serving.workflow import Limits, Link, Operator, Source, Tier, Variant, Worker, Workflow
 from tests.pure.workflows import by_brute_force, every_plan_of_vqa, random_workflow
 
@@ -65,7 +65,7 @@ def reference_findings(rounds: int) -> list[Finding]:
     plan, beam = choose(workflow), choose_models_by_beam(workflow)
     best, feasible, needed = every_plan_of_vqa(workflow)
     tiers, uniform = one_tier_plans(workflow), uniform_plans(workflow)
-    found: list[Finding] = [
+    results: list[Finding] = [
         report.share(
             f"published workflow: at most {LEAST} $/h at accuracy 56.59 or more, with proof",
             int(plan.usd_per_hour <= LEAST + 5e-6 and plan.accuracy >= 56.59 and plan.gap < 1e-9), 1,
@@ -82,13 +82,13 @@ def reference_findings(rounds: int) -> list[Finding]:
         ),
     ]  # fmt: skip
     for name, plans in (("on a single tier", tiers), ("with uniform models", uniform)):
-        other = min(plans.values(), key=lambda one: one.usd_per_hour)
+        other = min(plans.values(), key=lambda candidate: candidate.usd_per_hour)
         below = 1 - plan.usd_per_hour / other.usd_per_hour
-        found.append(report.share(
+        results.append(report.share(
             f"published workflow: at least {BELOW:.0%} below the best plan {name}", int(below >= BELOW), 1,
             f"{below:.1%} below {other.usd_per_hour:.5f} $/h",
         ))  # fmt: skip
-    return found
+    return results
 
 
 def random_findings(rounds: int) -> list[Finding]:
@@ -99,10 +99,10 @@ def random_findings(rounds: int) -> list[Finding]:
         workflow = random_workflow(seed)
         expected = by_brute_force(workflow)
         exact["none"] += expected is None
-        plan = _found(choose_exactly, workflow)
+        plan = _plan_or_none(choose_exactly, workflow)
         exact["equal"] += _equal(plan, expected)
         for beam, counts in beams.items():
-            kept = _found(partial(choose_models_by_beam, beam=beam), workflow)
+            kept = _plan_or_none(partial(choose_models_by_beam, beam=beam), workflow)
             within = kept is not None and expected is not None and (
                 expected - 1e-6 <= kept.usd_per_hour <= expected / (1 - kept.gap) + 1e-6
             )  # fmt: skip
@@ -123,7 +123,7 @@ def random_findings(rounds: int) -> list[Finding]:
     ]  # fmt: skip
 
 
-def _found(choice: Callable[[Workflow], WorkflowPlan], workflow: Workflow) -> WorkflowPlan | None:
+def _plan_or_none(choice: Callable[[Workflow], WorkflowPlan], workflow: Workflow) -> WorkflowPlan | None:
     try:
         return choice(workflow)
     except WorkflowError:
@@ -144,9 +144,9 @@ def emulated_workflow() -> Workflow:
     workflow = reading.load("vqa")
     operators = tuple(
         msgspec.structs.replace(
-            one, variants=tuple(msgspec.structs.replace(variant, variation=0.1) for variant in one.variants)
+            operator, variants=tuple(msgspec.structs.replace(variant, variation=0.1) for variant in operator.variants)
         )
-        for one in workflow.operators
+        for operator in workflow.operators
     )
     links = (msgspec.structs.replace(workflow.links[0], bits_per_s=1e8),)
     limits = Limits(accuracy=workflow.limits.accuracy, latency_s=0.5)
@@ -157,7 +157,7 @@ def emulated_findings(rounds: int) -> list[Finding]:
     """The published workflow in emulated boxes."""
     workflow = emulated_workflow()
     plan = plan_workflow(workflow).plan
-    return _rounds(EMULATED, Job(workflow=workflow, plan=plan, items=ITEMS, emulate=True), rounds)
+    return _rounds(EMULATED, StationJob(workflow=workflow, plan=plan, items=ITEMS, emulate=True), rounds)
 
 
 def model_findings(rounds: int) -> list[Finding]:
@@ -167,7 +167,7 @@ def model_findings(rounds: int) -> list[Finding]:
     rate = round(0.5 / workflow.operators[0].variants[0].seconds["core"], 1)
     sources = (msgspec.structs.replace(workflow.sources[0], rate_per_s=rate),)
     workflow = msgspec.structs.replace(workflow, sources=sources)
-    return _rounds(MODELS, Job(workflow=workflow, plan=choose(workflow), items=ITEMS), rounds)
+    return _rounds(MODELS, StationJob(workflow=workflow, plan=choose(workflow), items=ITEMS), rounds)
 
 
 def model_workflow(rate_per_s: float) -> Workflow:
@@ -194,14 +194,14 @@ def ray_findings(rounds: int) -> list[Finding]:
     """Stations as Ray actors on two labelled nodes."""
     workflow = model_workflow(20.0)
     operators = tuple(
-        msgspec.structs.replace(one, variants=(
-            msgspec.structs.replace(one.variants[0], model=None, seconds={"core": 0.03}, message_bytes=1e4),
+        msgspec.structs.replace(operator, variants=(
+            msgspec.structs.replace(operator.variants[0], model=None, seconds={"core": 0.03}, message_bytes=1e4),
         ))
-        for one in workflow.operators
+        for operator in workflow.operators
     )  # fmt: skip
     workflow = msgspec.structs.replace(workflow, operators=operators)
     plan = choose(workflow)
-    measured = run_on_ray(Job(workflow=workflow, plan=plan, items=ITEMS, emulate=True))
+    measured = run_on_ray(StationJob(workflow=workflow, plan=plan, items=ITEMS, emulate=True))
     predicted = simulate(workflow, plan, items=ITEMS)
     ratio = measured.percentile_s(99) / predicted.percentile_s(99)
     finished = sum(latency > 0 for latency in measured.latencies_s)
@@ -211,38 +211,40 @@ def ray_findings(rounds: int) -> list[Finding]:
     )]  # fmt: skip
 
 
-def _rounds(what: str, job: Job, rounds: int) -> list[Finding]:
+def _rounds(what: str, job: StationJob, rounds: int) -> list[Finding]:
     missing = why_not()
     played = [run_locally(job, emulate_links=not missing) for _ in range(rounds)]
     predicted = simulate(job.workflow, job.plan, items=job.items, arrivals=job.arrivals, seed=job.seed)
     place = what if not missing else f"{what.partition(', emulated')[0]}, no links ({missing})"
-    figures: dict[str, tuple[float, Callable[[Played], float]]] = {
-        "time between results": (MEAN_OFF, lambda one: 1 / one.throughput_per_s),
-        "p99 latency": (P99_OFF, lambda one: one.percentile_s(99)),
-        "p50 latency": (P99_OFF, lambda one: one.percentile_s(50)),
+    figures: dict[str, tuple[float, Callable[[PlayedItems], float]]] = {
+        "time between results": (MEAN_OFF, lambda items: 1 / items.throughput_per_s),
+        "p99 latency": (P99_OFF, lambda items: items.percentile_s(99)),
+        "p50 latency": (P99_OFF, lambda items: items.percentile_s(50)),
     }
     run = report.new_run()
     return [
-        _figure(what, f"{place}: {name} within {off:.0%}", off, [of(one) for one in played], of(predicted), job, run)
+        _figure(
+            what, f"{place}: {name} within {off:.0%}", off, [of(items) for items in played], of(predicted), job, run
+        )
         for name, (off, of) in figures.items()
     ]
 
 
 def _figure(
-    what: str, target: str, off: float, seconds: Sequence[float], predicted_s: float, job: Job, run: str
+    what: str, target: str, off: float, seconds: Sequence[float], predicted_s: float, job: StationJob, run: str
 ) -> Finding:
     """A predicted time beside the measured ones. Emulated workers wait and need no core of their own, so that their
     times are a check; the times of models are times."""
-    found = median(seconds).inverse().times(predicted_s)
-    kept = [abs(one - 1) <= off for one in found.interval]
-    outside = not any(kept) and (found.high < 1 or found.low > 1)
+    estimate = median(seconds).inverse().times(predicted_s)
+    kept = [abs(limit - 1) <= off for limit in estimate.interval]
+    outside = not any(kept) and (estimate.high < 1 or estimate.low > 1)
     verdict: Verdict = "pass" if all(kept) else "fail" if outside else "undecided"
-    error = f"{found.value - 1:+.1%} (95 %: {found.low - 1:+.1%} to {found.high - 1:+.1%})"
+    error = f"{estimate.value - 1:+.1%} (95 %: {estimate.low - 1:+.1%} to {estimate.high - 1:+.1%})"
     if job.emulate:
         return Check(target=target, verdict=verdict, measured=error, passed=int(all(kept)), total=1)
     series = Series.of(list(seconds), steps=job.items, settings=what, run=run)
     return PredictedTime(
-        target=target, verdict=verdict, series=series, predicted_s=predicted_s, error=found.value - 1, limit=off,
+        target=target, verdict=verdict, series=series, predicted_s=predicted_s, error=estimate.value - 1, limit=off,
         measured=f"{error}: predicted {report.ms(predicted_s)}, measured {report.ms(series.value_s)}",
     )  # fmt: skip
 
@@ -255,13 +257,13 @@ PARTS: dict[str, Callable[[int], list[Finding]]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; write the result if all parts were measured."""
-    found, _, whole = report.measured(COMMAND, __doc__, PARTS, ROUNDS, arguments)
+    results, _, whole = report.measured(COMMAND, __doc__, PARTS, ROUNDS, arguments)
     if whole:
         timed = "An item, from the start of its first source to its last result; and the time between results."
         settings = {MODELS: Settings(dtype="float32", ranks=2, threads=1, sizes={"items": ITEMS})}
         text = (__doc__ or "").partition("is missed.")[2].strip()
-        report.write("serving", "Workflows on tiers", COMMAND, timed, settings, found, text)
-    return report.alone(found)
+        report.write("serving", "Workflows on tiers", COMMAND, timed, settings, results, text)
+    return report.alone(results)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def example_work(num_stages: int) -> StepWork:
 def findings() -> list[Finding]:
     """For each layout, seconds without the spans of all ranks; with them, as a note."""
     cluster, run = load_cluster("a100-80gb-dgx-hdr200x8", 1024), new_run()
-    found: list[Finding] = []
+    results: list[Finding] = []
     for pp, dp, tp, name, chunks in LAYOUTS:
         schedule = add_reduction(add_communication(build(name, pp, MICROBATCHES, chunks)))
         work, mesh = example_work(pp * chunks), Mesh.of(pp=pp, dp=dp, tp=tp)
@@ -55,7 +55,7 @@ def findings() -> list[Finding]:
             seconds.append(time.perf_counter() - start)
             spans = len(played.trace().spans)
         series = Series.of(seconds, settings=SETTINGS, run=run)
-        found.append(
+        results.append(
             Duration(
                 target=f"simulate pp{pp} x dp{dp} x tp{tp}, {name}, {MICROBATCHES} micro-batches: under {TARGET_S:g} s",
                 verdict=at_most(median(seconds), TARGET_S),
@@ -64,7 +64,7 @@ def findings() -> list[Finding]:
                 limit_s=TARGET_S,
             )
         )
-    return found
+    return results
 
 
 if __name__ == "__main__":

@@ -87,14 +87,14 @@ def _alone_s(trainer: mw.Trainer, num_spans: int, num_samples: int) -> float:
 def findings() -> list[Finding]:
     """For each case, what part of a step its notes and its guards take by themselves; steps with notes over steps
     without, beside."""
-    found: list[Finding] = []
+    results: list[Finding] = []
     for name, (num_ranks, layout) in CASES.items():
         with tempfile.TemporaryDirectory() as directory:
             without, noted, spans, by_themselves, guards_s = run_ranks(
                 measure, layout, num_ranks=num_ranks, directory=Path(directory)
             )
         part = by_themselves / without
-        found.append(
+        results.append(
             Check(
                 target=f"notes of every step, {name}: under {LIMIT:.0%} of the step",
                 verdict="pass" if part < LIMIT else "fail",
@@ -105,7 +105,7 @@ def findings() -> list[Finding]:
             )
         )
         part = guards_s / without
-        found.append(
+        results.append(
             Check(
                 target=f"guards of every step, {name}: under {LIMIT:.0%} of the step",
                 verdict="pass" if part < LIMIT else "fail",
@@ -115,7 +115,7 @@ def findings() -> list[Finding]:
                 notes={"part": part, "guards_s": guards_s},
             )
         )
-    return found
+    return results
 
 
 if __name__ == "__main__":

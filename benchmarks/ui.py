@@ -86,7 +86,7 @@ def answers(rounds: int) -> list[Finding]:
             page.locator("#between").fill(str(next(speeds)))
             _drawn(page, ANSWERED)
 
-        found: list[Finding] = [
+        results: list[Finding] = [
             _duration("a new batch: front, parts, memory, timeline", "explorer", rounds, ask),
             _duration("other links: front, parts, memory, timeline", "explorer", rounds, link),
         ]
@@ -97,9 +97,9 @@ def answers(rounds: int) -> list[Finding]:
             choices.nth(2).click()  # `check` would look for the box again, after the answer has replaced it
             _drawn(page, ANSWERED)
 
-        found.append(_duration("another layout of the front", "explorer", rounds, choose))
-        found += _questions(page, rounds, link)
-        found.append(_compared_layouts(page, rounds))
+        results.append(_duration("another layout of the front", "explorer", rounds, choose))
+        results += _questions(page, rounds, link)
+        results.append(_compared_layouts(page, rounds))
         page.locator("#batch").fill(str(BATCH))
         page.locator("#between").fill("1")
         page.locator("#layout").fill(LONG)
@@ -108,14 +108,14 @@ def answers(rounds: int) -> list[Finding]:
         page.locator(".tools select").select_option(label=f"all {RANKS:,} ranks")
         spans = _num_actions(LONG)
         assert spans >= ACTIONS, f"{LONG} has {spans} actions"
-        found += _timeline_findings(page, rounds, f"{RANKS:,} ranks, {spans:,} actions of the schedule", "explorer")
+        results += _timeline_findings(page, rounds, f"{RANKS:,} ranks, {spans:,} actions of the schedule", "explorer")
 
         def redraw() -> None:
             page.locator(".tools select").select_option(index=0)
             _next_frame(page)
 
-        found.append(_duration("the long schedule as one rank of each stage", "explorer", rounds, redraw))
-        return found
+        results.append(_duration("the long schedule as one rank of each stage", "explorer", rounds, redraw))
+        return results
 
 
 def _questions(page: "Page", rounds: int, link: Callable[[], None]) -> list[Finding]:
@@ -141,7 +141,7 @@ def _questions(page: "Page", rounds: int, link: Callable[[], None]) -> list[Find
         page.locator(f'input[value="{next(kinds)}"]').click()
         _drawn(page, ANSWERED)
 
-    found: list[Finding] = []
+    results: list[Finding] = []
     for what, act in (
         ("another model", model),
         ("other devices", fill("#devices", DEVICES)),
@@ -149,12 +149,12 @@ def _questions(page: "Page", rounds: int, link: Callable[[], None]) -> list[Find
         ("another recomputation", recompute),
     ):
         target = f"{what}: front, parts, memory, timeline"
-        found.append(_duration(target, "explorer", rounds, act, before=link))
+        results.append(_duration(target, "explorer", rounds, act, before=link))
         page.goto(page.url.partition("#")[0] + "runs")
         page.goto(page.url.removesuffix("runs") + f"#{ASKED}")
         _drawn(page, ANSWERED)
     page.locator("#layouts > summary").click()
-    return found
+    return results
 
 
 def _compared_layouts(page: "Page", rounds: int) -> Finding:
@@ -169,10 +169,10 @@ def _compared_layouts(page: "Page", rounds: int) -> Finding:
         page.goto(f"{home}{address}")
         _drawn(page, "main.compare td")
 
-    found = _duration("two layouts of 1,024 ranks line by line", "explorer", rounds, compare)
+    duration = _duration("two layouts of 1,024 ranks line by line", "explorer", rounds, compare)
     page.goto(here)
     _drawn(page, ANSWERED)
-    return found
+    return duration
 
 
 def cold(rounds: int) -> list[Finding]:
@@ -198,7 +198,7 @@ def cold(rounds: int) -> list[Finding]:
                 browser.close()
             finally:
                 program.terminate()
-    return [_found("the first page after the program's start", "explorer", seconds)]
+    return [_judged("the first page after the program's start", "explorer", seconds)]
 
 
 def server(rounds: int) -> list[Finding]:
@@ -252,15 +252,15 @@ def runs(rounds: int) -> list[Finding]:
                 page.goto(f"{home}/run?name=wide")
                 _drawn(page, "figure.ready")
 
-            found: list[Finding] = [_duration(f"the list of {RUNS:,} runs", "list", rounds, listed)]
-            found.append(_duration(f"a run of {RANKS:,} ranks with {ACTIONS:,} spans", "run", rounds, opened))
-            found += _timeline_findings(page, rounds, f"{RANKS:,} ranks, {ACTIONS:,} spans of a run", "run")
+            results: list[Finding] = [_duration(f"the list of {RUNS:,} runs", "list", rounds, listed)]
+            results.append(_duration(f"a run of {RANKS:,} ranks with {ACTIONS:,} spans", "run", rounds, opened))
+            results += _timeline_findings(page, rounds, f"{RANKS:,} ranks, {ACTIONS:,} spans of a run", "run")
 
             def compared() -> None:
                 page.goto(f"{home}/compare?old=run:wide&new=run:other")
                 _drawn(page, "main.compare td")
 
-            return [*found, _duration("the plans of two runs line by line", "run", rounds, compared)]
+            return [*results, _duration("the plans of two runs line by line", "run", rounds, compared)]
 
 
 PARTS: dict[str, Callable[[int], list[Finding]]] = {"server": server, "cold": cold, "answers": answers, "runs": runs}
@@ -329,15 +329,15 @@ def _duration(
         started = clock()
         act()
         seconds.append(clock() - started)
-    return _found(what, settings, seconds, limit_s)
+    return _judged(what, settings, seconds, limit_s)
 
 
-def _found(what: str, settings: str, seconds: list[float], limit_s: float = LIMIT_S) -> Duration:
-    found = median(seconds)
+def _judged(what: str, settings: str, seconds: list[float], limit_s: float = LIMIT_S) -> Duration:
+    estimate = median(seconds)
     return Duration(
         target=f"{what}: within {limit_s:g} s",
-        verdict=at_most(found, limit_s),
-        measured=f"{found} s",
+        verdict=at_most(estimate, limit_s),
+        measured=f"{estimate} s",
         series=Series.of(seconds, steps=1, settings=settings, run=new_run()),
         limit_s=limit_s,
     )
@@ -371,16 +371,16 @@ def _write_run(folder: Path, microbatches: int = 1) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and write the result."""
-    found = measured(COMMAND, __doc__, PARTS, ROUNDS, arguments)
-    if not found.whole:
-        return alone(found.findings)
-    for finding in found.findings:
+    measurement = measured(COMMAND, __doc__, PARTS, ROUNDS, arguments)
+    if not measurement.whole:
+        return alone(measurement.findings)
+    for finding in measurement.findings:
         show(finding)
     write(
         "ui", "The explorer's views", COMMAND, "from an action to the frame that shows its view", SETTINGS,
-        found.findings, f"{TEXT} {found.rounds} rounds each, on {num_cores()} cores.",
+        measurement.findings, f"{TEXT} {measurement.rounds} rounds each, on {num_cores()} cores.",
     )  # fmt: skip
-    return int(any(one.verdict == "fail" for one in found.findings))
+    return int(any(row.verdict == "fail" for row in measurement.findings))
 
 
 if __name__ == "__main__":

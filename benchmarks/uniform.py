@@ -35,7 +35,7 @@ from benchmarks.search import of_tokens
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout_text import layout_text
-from meshwright.ir.level import Member
+from meshwright.ir.level import LevelMembers
 from meshwright.ir.result import Check, Finding, Settings
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import GPT, GPTConfig, WideResNet, classification_loss, language_model_loss
@@ -133,7 +133,7 @@ TO_BEAT = {
 def clusters() -> dict[str, Cluster]:
     """Two boxes of four devices with one network adapter each: equal boxes, and unequal ones."""
     equal, slow = (Cluster.load(name, DEVICES) for name in (FAST_BOX, SLOW_BOX))
-    members = tuple(Member(count=1, device=each.device, levels=each.levels[:1]) for each in (equal, slow))
+    members = tuple(LevelMembers(count=1, device=each.device, levels=each.levels[:1]) for each in (equal, slow))
     network = msgspec.structs.replace(equal.levels[-1], members=members)
     unequal = Cluster(name="h100 and a100 boxes", num_devices=DEVICES, device=equal.device, levels=(network,))
     return {EQUAL: equal, UNEQUAL: unequal}
@@ -199,14 +199,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     only: str = parser.parse_args(arguments).name
     warnings.simplefilter("ignore")  # of the models' libraries
     results = []
-    for one in findings(only):
-        report.show(one)
-        results.append(one)
+    for finding in findings(only):
+        report.show(finding)
+        results.append(finding)
     if not only:
         settings = {"all": Settings(dtype="bfloat16", ranks=DEVICES, threads=1, sizes={"devices planned for": DEVICES})}
         report.write("uniform", '"auto" beside uniform layouts', COMMAND, "nothing", settings, results, TEXT)
         print("written to benchmarks/results/uniform.md and .json")
-    return int(any(one.verdict == "fail" for one in results))
+    return int(any(finding.verdict == "fail" for finding in results))
 
 
 TEXT = f"""Nothing is computed or timed: tensors are on the meta device, and the cost model of the search simulates the

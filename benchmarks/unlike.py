@@ -31,7 +31,7 @@ from meshwright.ir.device import Device
 from meshwright.ir.files import decode, encode_json
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout_text import layout_text
-from meshwright.ir.level import Level, Member
+from meshwright.ir.level import Level, LevelMembers
 from meshwright.ir.result import Scalar, Settings
 from meshwright.models import GPT, GPTConfig, language_model_loss
 from meshwright.runtime import launch
@@ -68,7 +68,9 @@ def cluster_of(*factors: float) -> Cluster:
     """Boxes of ranks that take these multiples of the time of a core."""
     known = (calibrated() or load_cluster("cpu-local")).resized(BOX)
 
-    members = tuple(Member(count=1, device=slowed(known.device, factor), levels=known.levels) for factor in factors)
+    members = tuple(
+        LevelMembers(count=1, device=slowed(known.device, factor), levels=known.levels) for factor in factors
+    )
     inside = known.levels[-1]
     between = Level(
         name="machine", fan_out=len(factors), alpha_s=inside.alpha_s, beta_s_per_byte=inside.beta_s_per_byte,
@@ -101,12 +103,12 @@ def fastest_uniform(graph: Graph, cluster: Cluster) -> tuple[list[mw.Layout], st
     for step in sorted((step for step in uniform.steps if step.fits), key=lambda step: step.step_s):
         best.setdefault(kind_of(step.layout), step.layout)
     counts = uniform.counts
-    told = (
+    text = (
         f"Of {counts.total():,} uniform layouts, {counts['simulated']} were simulated, {counts['left out']} cannot be "
         f"the fastest by simulation, and {counts['refused']} are impossible. The fastest of each of {len(best)} kinds "
         f"(axes, schedule, with or without ZeRO) are in order; the first {min(len(best), MOST_MEASURED)} are measured."
     )
-    return list(best.values())[:MOST_MEASURED], told
+    return list(best.values())[:MOST_MEASURED], text
 
 
 def kind_of(layout: mw.Layout) -> str:
@@ -120,11 +122,11 @@ def kind_of(layout: mw.Layout) -> str:
 def plans() -> tuple[dict[str, mw.Plan], str]:
     """The plan by speed and the plans of the fastest uniform layouts, and how these were found."""
     graph, cluster = mw.capture(model(), language_model_loss, batch()), cluster_of(FAST, SLOW)
-    found = {AUTO: mw.plan(graph, cluster, devices=RANKS)}
-    uniform, told = fastest_uniform(graph, cluster)
+    by_name = {AUTO: mw.plan(graph, cluster, devices=RANKS)}
+    uniform, text = fastest_uniform(graph, cluster)
     for layout in uniform:
-        found[layout_text(layout)] = mw.plan(graph, cluster, devices=RANKS, layout=layout)
-    return found, told
+        by_name[layout_text(layout)] = mw.plan(graph, cluster, devices=RANKS, layout=layout)
+    return by_name, text
 
 
 def on_a_rank(texts: dict[str, bytes]) -> tuple[dict[str, list[float]], dict[str, list[float]], float]:
@@ -154,14 +156,14 @@ def main() -> int:
     if calibrated() is None:  # generic rates hide what small micro-batches cost
         print("this machine is not calibrated: run `meshwright calibrate` first")
         return 1
-    found, told = plans()
-    print(told, flush=True)
+    by_name, how = plans()
+    print(how, flush=True)
     with tempfile.TemporaryDirectory() as directory:
         seconds, losses, busy_cores = run_ranks(
-            on_a_rank, {name: encode_json(plan) for name, plan in found.items()}, num_ranks=RANKS,
+            on_a_rank, {name: encode_json(plan) for name, plan in by_name.items()}, num_ranks=RANKS,
             directory=Path(directory),
         )  # fmt: skip
-    chosen = layout_text(found[AUTO].layout)
+    chosen = layout_text(by_name[AUTO].layout)
     finding = judged(
         f"a box at half speed: plan=auto ({chosen}) is 1.25 times as fast as the best uniform layout", seconds, AUTO,
         LIMIT, settings=SETTINGS, num_ranks=RANKS, steps=STEPS, losses=losses, loss_spread=1e-5, busy_cores=busy_cores,
@@ -177,7 +179,7 @@ def main() -> int:
     text = (
         f"Ranks sleep after they compute: those of one box take {FAST:g} times the time of their core, those of the "
         f"other {SLOW:g} times. Together they kept {busy_cores:.2f} cores busy, so they are judged although there are "
-        f"more ranks than cores.\n{told} Stages of uniform layouts are cut by FLOPs."
+        f"more ranks than cores.\n{how} Stages of uniform layouts are cut by FLOPs."
     )
     report.write("unlike", "A box at half speed", COMMAND, "a training step", settings, [finding], text)
     print("written to benchmarks/results/unlike.md and .json")

@@ -28,11 +28,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.rounds < 5:
         parser.error("a median needs at least 5 rounds")
-    found = utilization(size=options.size, repetitions=options.rounds, command=COMMAND)
-    for finding in found.findings:
+    result = utilization(size=options.size, repetitions=options.rounds, command=COMMAND)
+    for finding in result.findings:
         report.show(finding)
     if not options.only:
-        report.write("utilization", "Utilization", COMMAND, found.timed, found.settings, found.findings, TEXT)
+        report.write("utilization", "Utilization", COMMAND, result.timed, result.settings, result.findings, TEXT)
     return 0
 
 

@@ -76,7 +76,7 @@ def pictures(size: int, channels: int, pixels: int, by_pixel: bool = False) -> d
 
 
 @dataclass(frozen=True)
-class Model:
+class ZeroModel:
     """A model, its loss, and its global batch. All of it goes to other processes by name: no lambdas."""
 
     name: str
@@ -92,24 +92,24 @@ class Model:
 
 ROUNDED = 2e-2
 """In four steps of GoogLeNet losses come to lie 1e-2 apart in float32; in float64, 1e-13 in three."""
-GPT_S = Model("GPT-S", gpt_s, language_model_loss, partial(text, length=128, vocabulary=2048), 8)
+GPT_S = ZeroModel("GPT-S", gpt_s, language_model_loss, partial(text, length=128, vocabulary=2048), 8)
 MODELS = [
     GPT_S,
-    Model("demo GPT", demo_gpt, language_model_loss, partial(text, length=256, vocabulary=256), 8),
-    Model("MLP", partial(MLP, (1024, 2048, 2048, 2048, CLASSES)), classification_loss,
+    ZeroModel("demo GPT", demo_gpt, language_model_loss, partial(text, length=256, vocabulary=256), 8),
+    ZeroModel("MLP", partial(MLP, (1024, 2048, 2048, 2048, CLASSES)), classification_loss,
           partial(pictures, channels=1, pixels=32), 256),
-    Model("LeNet", LeNet, classification_loss, partial(pictures, channels=1, pixels=28), 1024),
-    Model("ResNet", partial(ResNet, depth=8, width=32), classification_loss,
+    ZeroModel("LeNet", LeNet, classification_loss, partial(pictures, channels=1, pixels=28), 1024),
+    ZeroModel("ResNet", partial(ResNet, depth=8, width=32), classification_loss,
           partial(pictures, channels=3, pixels=32), 32, has_batch_norm=True),
-    Model("AlexNet", partial(AlexNet, 79, classes=CLASSES, dense=(1024, 1024)), classification_loss,
+    ZeroModel("AlexNet", partial(AlexNet, 79, classes=CLASSES, dense=(1024, 1024)), classification_loss,
           partial(pictures, channels=3, pixels=79), 16, loss_spread=None),
-    Model("VGG", partial(VGG, (1, 1, 2), 32, 32, classes=CLASSES, dense=(256,)), classification_loss,
+    ZeroModel("VGG", partial(VGG, (1, 1, 2), 32, 32, classes=CLASSES, dense=(256,)), classification_loss,
           partial(pictures, channels=3, pixels=32), 32, loss_spread=None),
-    Model("GoogLeNet", partial(GoogLeNet, 16, classes=CLASSES), classification_loss,
+    ZeroModel("GoogLeNet", partial(GoogLeNet, 16, classes=CLASSES), classification_loss,
           partial(pictures, channels=3, pixels=64), 16, loss_spread=ROUNDED, has_batch_norm=True),
-    Model("Wide-ResNet", partial(WideResNet, (1, 1, 1), 32, classes=CLASSES), classification_loss,
+    ZeroModel("Wide-ResNet", partial(WideResNet, (1, 1, 1), 32, classes=CLASSES), classification_loss,
           partial(pictures, channels=3, pixels=32), 32, has_batch_norm=True),
-    Model("U-Net", partial(UNet, width=16, classes=CLASSES), segmentation_loss,
+    ZeroModel("U-Net", partial(UNet, width=16, classes=CLASSES), segmentation_loss,
           partial(pictures, channels=3, pixels=64, by_pixel=True), 8),
 ]  # fmt: skip
 
@@ -136,7 +136,7 @@ FSDP: Peers = {
 class ZeroTarget:
     """One target of speed: Meshwright's step over the fastest peer's is at most ``limit``."""
 
-    model: Model
+    model: ZeroModel
     layout: mw.Layout
     peers: Peers
     limit: float
@@ -162,7 +162,7 @@ LOW_SPREAD = 0.05
 """Losses of 7.6, of products that are rounded to 8 bits."""
 
 
-class Memory(msgspec.Struct, frozen=True):
+class MeasuredMemory(msgspec.Struct, frozen=True):
     """Bytes of one rank beyond what a process holds that has trained a small model: between steps, and at most."""
 
     persistent_bytes: int
@@ -218,12 +218,12 @@ def measure_precisions(rounds: int, steps: int) -> tuple[dict[str, list[float]],
     return alternate(sides, rounds=rounds, steps=steps), losses
 
 
-def _seeded(model: Model) -> torch.nn.Module:
+def _seeded(model: ZeroModel) -> torch.nn.Module:
     torch.manual_seed(0)
     return model.make()
 
 
-def measured_memory(layout: mw.Layout, config: GPTConfig) -> Memory:
+def measured_memory(layout: mw.Layout, config: GPTConfig) -> MeasuredMemory:
     """What this rank holds of a GPT after two steps, and the most that it held in them."""
     torch.set_num_threads(1)
     _trainer(layout, SMALL).step(_tokens(SMALL))  # what libraries and channels take once
@@ -233,7 +233,7 @@ def measured_memory(layout: mw.Layout, config: GPTConfig) -> Memory:
     Path("/proc/self/clear_refs").write_text("5")
     for _ in range(2):
         trainer.step(batch)
-    return Memory(peak_bytes=status_bytes("VmHWM") - before, persistent_bytes=_resident_bytes() - before)
+    return MeasuredMemory(peak_bytes=status_bytes("VmHWM") - before, persistent_bytes=_resident_bytes() - before)
 
 
 def _trainer(layout: mw.Layout, config: GPTConfig) -> Any:
@@ -292,7 +292,7 @@ def low_precision(rounds: int, steps: int) -> Finding:
         rounds, steps = 5, 1
     with Ranks() as ranks:
         seconds, losses = ranks(NUM_RANKS, measure_precisions, rounds, steps, timeout=1800.0)[0]
-    found = judged(
+    comparison = judged(
         f"GPT-S, dp2, bfloat16: at most {LOW_PRECISION:.2f} x float32",
         seconds,
         "bfloat16",
@@ -304,33 +304,36 @@ def low_precision(rounds: int, steps: int) -> Finding:
         loss_spread=LOW_SPREAD,
     )
     if missing:
-        words = f"{found.measured}; this CPU has none of {', '.join(missing)}"
-        return msgspec.structs.replace(found, verdict="reported", measured=words)
-    return found
+        words = f"{comparison.measured}; this CPU has none of {', '.join(missing)}"
+        return msgspec.structs.replace(comparison, verdict="reported", measured=words)
+    return comparison
 
 
-def predicted_memory(layout: mw.Layout, config: GPTConfig, cluster: Cluster) -> Memory:
+def predicted_memory(layout: mw.Layout, config: GPTConfig, cluster: Cluster) -> MeasuredMemory:
     """The same by the formulas of plans: ``cost/program.py`` and ``cost/occupancy.py``."""
     graph = mw.capture(_large(config), language_model_loss, _tokens(config))
     plan = mw.plan(graph, cluster, layout=layout)
     programs = PlanLowering(graph)(plan)
     held = stage_held(programs, plan, 0, cluster, ADAMW)
     (peak,) = peak_memory(step_work(programs, plan, cluster, optimizer=ADAMW), schedule_of(plan))
-    return Memory(persistent_bytes=held.persistent_bytes, peak_bytes=peak.peak_bytes)
+    return MeasuredMemory(persistent_bytes=held.persistent_bytes, peak_bytes=peak.peak_bytes)
 
 
 def memory(layout: mw.Layout, cluster: Cluster) -> list[Finding]:
     """Predicted beside measured memory between steps and at the peak, each of the rank that needs most."""
     with Ranks() as ranks:  # fresh processes: memory is not given back
-        found: list[Memory] = ranks(layout.dp, measured_memory, layout, LARGE, timeout=1800.0)
-    return compared(layout, predicted_memory(layout, LARGE, cluster), found)
+        measured: list[MeasuredMemory] = ranks(layout.dp, measured_memory, layout, LARGE, timeout=1800.0)
+    return compared(layout, predicted_memory(layout, LARGE, cluster), measured)
 
 
-def compared(layout: mw.Layout, predicted: Memory, found: Sequence[Memory]) -> list[Finding]:
+def compared(layout: mw.Layout, predicted: MeasuredMemory, measured: Sequence[MeasuredMemory]) -> list[Finding]:
     """Both memories of a layout, predicted and measured by rank; a case below ``LEAST_BYTES`` fails."""
     results: list[Finding] = []
     for what in ("persistent", "peak"):
-        foretold, by_rank = (getattr(predicted, f"{what}_bytes"), [getattr(one, f"{what}_bytes") for one in found])
+        foretold, by_rank = (
+            getattr(predicted, f"{what}_bytes"),
+            [getattr(rank_memory, f"{what}_bytes") for rank_memory in measured],
+        )
         most = max(by_rank)
         error = foretold / most - 1
         passed = abs(error) <= ERROR and most >= LEAST_BYTES
@@ -353,15 +356,17 @@ def compared(layout: mw.Layout, predicted: Memory, found: Sequence[Memory]) -> l
 
 def settings() -> dict[str, Settings]:
     """By comparison: precision, ranks, threads and sizes."""
-    found = {}
-    for one in COMPARISONS:
-        model = one.model
+    by_name = {}
+    for comparison in COMPARISONS:
+        model = comparison.model
         sizes: dict[str, Any] = {"parameters": sum(value.numel() for value in model.make().parameters())}
         sizes |= {name: " x ".join(map(str, value.shape)) for name, value in model.samples(model.batch).items()}
-        found[str(one)] = Settings(dtype="float32", ranks=NUM_RANKS, threads=1, sizes=sizes)
-    found[overlap.SETTINGS] = found[str(COMPARISONS[0])]
-    found[EITHER] = msgspec.structs.replace(found[overlap.SETTINGS], dtype="bfloat16 or float32, as the side is named")
-    return found
+        by_name[str(comparison)] = Settings(dtype="float32", ranks=NUM_RANKS, threads=1, sizes=sizes)
+    by_name[overlap.SETTINGS] = by_name[str(COMPARISONS[0])]
+    by_name[EITHER] = msgspec.structs.replace(
+        by_name[overlap.SETTINGS], dtype="bfloat16 or float32, as the side is named"
+    )
+    return by_name
 
 
 def write(results: Sequence[Finding], rounds: int, steps: int) -> None:
@@ -398,22 +403,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("a median needs at least 5 rounds")
     warnings.simplefilter("ignore")  # of the peers' libraries
     results: list[Finding] = []
-    for one in COMPARISONS:
-        if options.only in str(one):
-            results.append(speed(one, options.rounds, options.steps))
+    for comparison in COMPARISONS:
+        if options.only in str(comparison):
+            results.append(speed(comparison, options.rounds, options.steps))
             show(results[-1])
     if options.only in "bfloat16":
         results.append(low_precision(options.rounds, options.steps))
         show(results[-1])
     for layout in (*LAYOUTS, *HYBRID):
         if options.only in f"large GPT, {layout_text(layout)}":
-            for found in memory(layout, mw.Cluster.load("cpu-local", layout.dp)):
-                results.append(found)
-                show(found)
+            for finding in memory(layout, mw.Cluster.load("cpu-local", layout.dp)):
+                results.append(finding)
+                show(finding)
     if options.only in "boxes":
-        for found in overlap.findings():
-            results.append(found)
-            show(found)
+        for finding in overlap.findings():
+            results.append(finding)
+            show(finding)
     if not options.only:
         write(results, options.rounds, options.steps)
         print("written to benchmarks/results/zero.md and .json")

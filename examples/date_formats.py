@@ -47,9 +47,9 @@ class Translator(nn.Module):
         keys, logits = self.key(memory), []
         for character in self.embedding(answer).unbind(1):
             scores = self.score(torch.tanh(keys + self.query(state).unsqueeze(1)))
-            found = (scores.softmax(dim=1) * memory).sum(dim=1)
-            state = self.decoder(torch.cat([character, found], dim=-1), state)
-            logits.append(self.head(torch.cat([state, found], dim=-1)))
+            context = (scores.softmax(dim=1) * memory).sum(dim=1)
+            state = self.decoder(torch.cat([character, context], dim=-1), state)
+            logits.append(self.head(torch.cat([state, context], dim=-1)))
         return torch.stack(logits, dim=1)
 
 

@@ -34,10 +34,10 @@ def picture(photographs: list[np.ndarray], step: int, size: int, part: tuple[sli
     photograph, (rows, columns) = photographs[step % len(photographs)], part[2:]
     side = min(photograph.shape[:2])
     left = step * 37 % (photograph.shape[1] - side + 1)
-    y, x = (np.arange(one.start, one.stop) * side // size for one in (rows, columns))
+    y, x = (np.arange(span.start, span.stop) * side // size for span in (rows, columns))
     clean = photograph[y][:, x + left].astype(np.float32).transpose(2, 0, 1) / 255
     by_row = (np.random.default_rng((step, row)).normal(0, NOISE, (3, size)) for row in range(rows.start, rows.stop))
-    noise = np.stack([one[:, columns].astype(np.float32) for one in by_row], axis=1)  # of a row: any part can be made
+    noise = np.stack([row[:, columns].astype(np.float32) for row in by_row], axis=1)  # of a row: any part can be made
     return {"image": torch.from_numpy(clean + noise)[None], "noise": torch.from_numpy(noise)[None]}
 
 

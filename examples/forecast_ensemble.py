@@ -91,11 +91,11 @@ def main(ranks: int, steps: int = 1500, samples: int = 8000, goal: float = -1.2)
             return torch.stack([predict(member.model, held_out) for member in members]).mean(dim=0)
 
     together = float(mean(lambda model, batch: log_density(model, batch).exp()).log().mean())
-    one = float(mean(log_density).mean())
+    single = float(mean(log_density).mean())
     climate = -float((held_out["later"].square() / 2 + math.log(2 * math.pi) / 2).mean())
     return [
-        Outcome("log score of the ensemble", together, "one member", one, goal, "nats"),
-        Outcome("log score of one member", one, "the climate's mean and deviation", climate, climate, "nats"),
+        Outcome("log score of the ensemble", together, "one member", single, goal, "nats"),
+        Outcome("log score of one member", single, "the climate's mean and deviation", climate, climate, "nats"),
     ]
 
 

@@ -57,9 +57,9 @@ def main(
         names += int(model.trainer.metrics["names_right"])
     count = len(held_out["tokens"]) // 32 * 32
 
-    def share(found: int | Tensor, columns: slice) -> float:
+    def share(count_right: int | Tensor, columns: slice) -> float:
         """In percent of the tokens in these columns, also of the rare ones, which are never right."""
-        return 100 * float(found) / int((held_out["targets"][:count, columns] != IGNORED).sum())
+        return 100 * float(count_right) / int((held_out["targets"][:count, columns] != IGNORED).sum())
 
     def most_frequent(columns: slice) -> float:
         known, wanted = train["targets"][:, columns], held_out["targets"][:count, columns]

@@ -26,14 +26,14 @@ def words(text: str) -> list[str]:
 
 def functions(source: str) -> list[Function]:
     """The functions of a file. Docstrings are left out."""
-    found, lines = [], source.splitlines()
+    pairs, lines = [], source.splitlines()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("__"):
             first = node.body[1:] if ast.get_docstring(node, clean=False) is not None else node.body
             code = "\n".join(lines[first[0].lineno - 1 : node.end_lineno]) if first else "pass"
             arguments = " ".join(argument.arg for argument in node.args.args)
-            found.append((tuple(words(f"{arguments}: {code}")[:BODY]), tuple(words(node.name)[:NAME])))
-    return [(body, name) for body, name in found if name]
+            pairs.append((tuple(words(f"{arguments}: {code}")[:BODY]), tuple(words(node.name)[:NAME])))
+    return [(body, name) for body, name in pairs if name]
 
 
 @cache

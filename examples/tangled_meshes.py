@@ -54,8 +54,8 @@ def tangle_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dic
     logit, label = model(batch["image"])[:, 0], batch["label"]
     weight = 1 + (WEIGHT - 1) * label
     loss = (F.binary_cross_entropy_with_logits(logit, label.float(), reduction="none") * weight).mean()
-    found = (logit > 0).long()
-    return loss, {"both": (found * label).sum(), "found": found.sum(), "tangled": label.sum()}
+    predicted = (logit > 0).long()
+    return loss, {"both": (predicted * label).sum(), "found": predicted.sum(), "tangled": label.sum()}
 
 
 def network() -> nn.Module:

@@ -23,7 +23,7 @@ from benchmarks.campaign.checks import Problem
 from benchmarks.campaign.warm import Request, Starter
 from benchmarks.run_folders import difference, losses_in, ranks_of
 from meshwright import config
-from meshwright.emulation.network import EmulatedNetwork, Place
+from meshwright.emulation.network import EmulatedNetwork, NetworkBox
 from meshwright.errors import PreemptedError
 from meshwright.runtime import manifest
 from meshwright.runtime.failures import Status
@@ -214,7 +214,7 @@ class Site:
         return command
 
     @property
-    def boxes(self) -> Sequence[Place]:
+    def boxes(self) -> Sequence[NetworkBox]:
         """The boxes; none without an emulated network."""
         return self.network.places if self.network is not None else ()
 

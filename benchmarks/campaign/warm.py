@@ -201,9 +201,9 @@ def _become(request: Request) -> NoReturn:
         _mount(request.shm, "/dev/shm", _BIND)
         _leave_disks_of_others(Path(request.output).parent)
     if request.box:
-        from meshwright.emulation.network import Place, enter
+        from meshwright.emulation.network import NetworkBox, enter
 
-        enter(Place(*request.box))
+        enter(NetworkBox(*request.box))
     for name, limit in request.limits.items():
         resource.setrlimit(getattr(resource, name), (limit, limit))
     if request.plain:

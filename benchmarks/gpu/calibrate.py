@@ -10,10 +10,10 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.kernel import Product
 from meshwright.ir.result import Check, Verdict
 from meshwright.runtime import calibrate_gpus
-from meshwright.runtime.calibrate_gpus import Effort
+from meshwright.runtime.calibrate_gpus import GpuEffort
 from meshwright.runtime.device import num_cuda_devices
 
-SMALL = Effort(
+SMALL = GpuEffort(
     products=(Product(256, 256, 256), Product(128, 256, 64), Product(64, 64, 64)), elements=(2**14, 2**16),
     lengths=(32, 64), heads=2, width=16, copied_bytes=2**16,
 )  # fmt: skip
@@ -50,7 +50,7 @@ def run(context: Context) -> None:
 
 
 def _alone(context: Context) -> Cluster:
-    effort = SMALL if context.rehearse else Effort()
+    effort = SMALL if context.rehearse else GpuEffort()
     found = calibrate_gpus.measure(effort, lambda what: print(what, flush=True), context.device)
     assert found is not None
     cluster = gpu_cluster(found)

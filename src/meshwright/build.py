@@ -18,7 +18,7 @@ from meshwright.data.ahead import PrefetchLoader
 from meshwright.data.loaders import Loader, TensorLoader, TextLoader
 from meshwright.data.shards import Shards
 from meshwright.data.stored import StoreLoader
-from meshwright.data.stores import Images, Part, Store, Tokens, decode_image
+from meshwright.data.stores import Images, PartOfStore, Store, Tokens, decode_image
 from meshwright.errors import DataError, FileFormatError
 from meshwright.ir.plan import starred
 from meshwright.ir.run import Run, Sample
@@ -92,13 +92,13 @@ def opaque_choice(run: Run) -> Literal["", "auto"]:
 
 def _mark_opaque(module: nn.Module, names: tuple[str, ...]) -> None:
     for name in names:
-        found = [part for path, part in module.named_modules() if path and name in (path, starred(path))]
-        if not found and name != AUTO:
+        matches = [part for path, part in module.named_modules() if path and name in (path, starred(path))]
+        if not matches and name != AUTO:
             known = ", ".join(dict.fromkeys(starred(path) for path, _ in module.named_modules() if path))
             raise FileFormatError(
                 f"the model has no submodule {name!r}", where="model.opaque", remedy=f"name one of {known}"
             )
-        for part in found:
+        for part in matches:
             opaque(part)
 
 
@@ -144,7 +144,7 @@ def _call_factory(section: FactoryModel) -> nn.Module:
 # --- data ------------------------------------------------------------------------------------------------------------
 
 
-class Source:
+class DataSource:
     """The data of ``[data]``, read once: ``training`` and ``held_out`` make loaders of it. Raises a DataError if data
     are missing, empty or too short."""
 
@@ -155,7 +155,7 @@ class Source:
         if isinstance(self.section, Stored):
             store = stored(self.section, getattr(torch, run.train.dtype))
             kept, out = _spread(len(store), self.section.held_out)
-            self._training, self._held_out = Part(store, kept.numpy()), Part(store, out.numpy())
+            self._training, self._held_out = PartOfStore(store, kept.numpy()), PartOfStore(store, out.numpy())
         elif isinstance(self.section, TextData):
             self._training, self._held_out = _read_text(self.section)
         else:
@@ -202,7 +202,7 @@ class Source:
         count, size, data = shard[1], self.section.batch_size, self._held_out
         if isinstance(data, Store):
             rows = len(data) // count * count
-            part = Part(data, np.arange(rows))
+            part = PartOfStore(data, np.arange(rows))
             return self._plain(part, min(size, max(1, rows)), shuffle=False, epochs=1, shard=shard, drop_last=False)
         if isinstance(data, dict):
             rows = min(map(len, data.values())) // count * count
@@ -241,7 +241,7 @@ def example_batch(run: Run) -> dict[str, Tensor]:
     if isinstance(run.data, TextData):
         tokens = torch.zeros(run.data.batch_size, run.data.sequence_length, dtype=torch.int64)
         return {"tokens": tokens, "targets": tokens}
-    return cast(Tensors, Source(run).example())
+    return cast(Tensors, DataSource(run).example())
 
 
 def stored(section: Stored, floats: torch.dtype = torch.float32) -> Store:

@@ -81,12 +81,12 @@ def check_paths(raw: dict[str, Any], folder: Path, *, where: str) -> None:
     for key in PATHS:
         section, _, name = key.partition(".")
         table = raw.get(section)
-        given = table.get(name) if isinstance(table, dict) else None
-        for text in given if isinstance(given, list) else [given]:
+        value = table.get(name) if isinstance(table, dict) else None
+        for text in value if isinstance(value, list) else [value]:
             if not isinstance(text, str) or not text:
                 continue  # decoding refuses other types
-            found = glob.glob(text, recursive=True) if glob.has_magic(text) else []
-            for path in (text, *found):
+            matches = glob.glob(text, recursive=True) if glob.has_magic(text) else []
+            for path in (text, *matches):
                 problem = files.way_out(folder, path)
                 if problem and files.way_out(Path(where).absolute().parent, str(folder / path)):
                     remedy = f"give it as an option (--{key}), or add --trust if you trust this file"
@@ -134,15 +134,15 @@ def _check_keys(node: inspect.Type, raw: Any, where: str, at: str) -> None:
     """Raise a FileFormatError for an unknown key or tag; the error suggests the nearest known name."""
     if not isinstance(raw, dict):
         return
-    every, meant = structs(node), structs(node, raw)
-    if not meant and every and every[0].tag_field:
-        tag, known = every[0].tag_field, [str(candidate.tag) for candidate in every]
+    all_structs, candidates = structs(node), structs(node, raw)
+    if not candidates and all_structs and all_structs[0].tag_field:
+        tag, known = all_structs[0].tag_field, [str(candidate.tag) for candidate in all_structs]
         place = f"{where}: {at}"
         if tag not in raw:
             raise FileFormatError(f"`{tag}` is missing", where=place, remedy=f"add {tag} = one of {', '.join(known)}")
         remedy = files.did_you_mean(str(raw[tag]), known, f"known: {', '.join(known)}")
         raise FileFormatError(f"unknown {tag} {raw[tag]!r}", where=f"{place}.{tag}", remedy=remedy)
-    for struct in meant[:1]:
+    for struct in candidates[:1]:
         fields = {field.encode_name: field.type for field in struct.fields}
         known = [*fields, *([struct.tag_field] if struct.tag_field else [])]
         for key, value in raw.items():
@@ -156,10 +156,10 @@ def _check_keys(node: inspect.Type, raw: Any, where: str, at: str) -> None:
 def _problems(run: Run, raw: dict[str, Any]) -> Iterator[Problem]:
     """Yield the problems of a run that its types do not rule out."""
     model, data = run.model, run.data
-    given = [key for key in raw.get("layout", {}) if key not in ("plan", "cluster")]
-    if run.layout.file and given:
+    keys = [key for key in raw.get("layout", {}) if key not in ("plan", "cluster")]
+    if run.layout.file and keys:
         remedy = "give the plan, which says everything, or sizes"
-        yield "layout", f"both a plan and {given[0]} are given", remedy
+        yield "layout", f"both a plan and {keys[0]} are given", remedy
     if run.sample is not None and not isinstance(data, TextData):
         yield "sample", "only a model of text can write", "leave [sample] out"
     yield from _schedule_problems(run.schedule)

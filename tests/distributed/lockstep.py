@@ -361,7 +361,7 @@ def run_step(
         )  # fmt: skip
 
     scalars = {name: whole(node, (), {}) for name, node in first.scalars.items()}
-    gradients: dict[str, Tensor | None] = dict.fromkeys(one.parameter for one in capture.graph.gradients)
+    gradients: dict[str, Tensor | None] = dict.fromkeys(gradient.parameter for gradient in capture.graph.gradients)
     for name, node in first.gradients.items():
         gradients[name] = whole(node, values[name].shape, placed[name])
     buffers = {name: values[name] for name in capture.graph.buffers}

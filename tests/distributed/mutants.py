@@ -93,7 +93,7 @@ def _rewritten(rule: Rule, operands: Callable[[PatternOperand, bool, int], Patte
     pattern = rule.parsed
     text = Pattern(
         tuple(operands(one, False, index) for index, one in enumerate(pattern.inputs)),
-        tuple(operands(one, True, index) for index, one in enumerate(pattern.outputs)),
+        tuple(operands(output, True, index) for index, output in enumerate(pattern.outputs)),
     )
     return msgspec.structs.replace(rule, pattern=str(text), **changes)
 
@@ -141,13 +141,13 @@ def _swapped(rule: Rule, call: Call) -> Iterator[Rule]:
     for out, operands in ((False, pattern.inputs), (True, pattern.outputs)):
         for index, operand in enumerate(operands):
             letters = [factor.name for dim in operand.dims for factor in dim if factor.name]
-            for one in letters:
-                for two in letters[letters.index(one) + 1 :]:
-                    if rule.sizes[one] != rule.sizes[two] or rule.sizes[one] == 1:
+            for letter in letters:
+                for two in letters[letters.index(letter) + 1 :]:
+                    if rule.sizes[letter] != rule.sizes[two] or rule.sizes[letter] == 1:
                         continue
-                    if not (rule.splittable(one) or rule.splittable(two)):
+                    if not (rule.splittable(letter) or rule.splittable(two)):
                         continue
-                    yield _rewritten(rule, _swap(rule, (out, index), {one: two, two: one}))
+                    yield _rewritten(rule, _swap(rule, (out, index), {letter: two, two: letter}))
 
 
 def _swap(

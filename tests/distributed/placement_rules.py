@@ -231,7 +231,7 @@ def splits(call: Call, made: Form) -> list[Checked]:
             error = f"{type(problem).__name__}: {problem}".splitlines()[0]
         texts = (
             tuple(normal(str(one), value) for one, value in zip(inputs, call.tensors, strict=True)),
-            tuple(normal(str(one), value) for one, value in zip(outputs, call.outputs, strict=True)),
+            tuple(normal(str(output), value) for output, value in zip(outputs, call.outputs, strict=True)),
         )
         found.append(Checked(choice, texts, error))
     return found

@@ -298,12 +298,14 @@ class Truth:
         value = self.call.tensors[index]
         if not value.is_floating_point():
             return False
-        other = [one if number != index else torch.randn_like(one) for number, one in enumerate(self.call.tensors)]
+        other = [
+            tensor if number != index else torch.randn_like(tensor) for number, tensor in enumerate(self.call.tensors)
+        ]
         try:
-            found = present(called(self.call, iter(other)))
+            shown = present(called(self.call, iter(other)))
         except Exception:  # noqa: BLE001 - an operator may refuse values
             return False
-        return all(map(_same, found, self.call.outputs))
+        return all(map(_same, shown, self.call.outputs))
 
     def is_identity(self) -> bool:
         """Whether the operator returns the values of an input, at these sizes."""
@@ -316,7 +318,7 @@ class Truth:
     def holds_by_chance(self, combination: Combination) -> bool:
         """Whether a combination that holds for the sample's values does not hold for random ones."""
         torch.manual_seed(1)
-        other = [_shuffled(one) for one in self.call.tensors]
+        other = [_shuffled(tensor) for tensor in self.call.tensors]
         try:
             wholes = present(called(self.call, iter(other)))
         except Exception:  # noqa: BLE001 - an operator may refuse values

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshwright.ops import collectives
-from meshwright.runtime.cuda_graphs import Graph, Graphs
+from meshwright.runtime.cuda_graphs import Graphs, KernelGraph
 from meshwright.runtime.device import CpuKind
 from meshwright.runtime.fake_operators import BY_VALUES, selects_by_mask, written
 
@@ -54,7 +54,7 @@ class RecordedGraphs(Graphs):
         self.pools += 1
         return _Pool()
 
-    def capture(self, work: Callable[[], T], pool: Any) -> tuple[Graph, T]:
+    def capture(self, work: Callable[[], T], pool: Any) -> tuple[KernelGraph, T]:
         self.captures += 1
         recorded = _Recorded(self, pool)
         with torch.no_grad(), _Recorder(recorded):

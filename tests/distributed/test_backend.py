@@ -22,7 +22,7 @@ from benchmarks import conformance
 from meshwright.comm.process_group import links
 from meshwright.comm.process_group.group import MeshwrightGroup
 from meshwright.comm.process_group.identity import NAME
-from meshwright.comm.process_group.in_order import Collective, InOrder
+from meshwright.comm.process_group.in_order import CollectiveWork, InOrder
 from meshwright.comm.process_group.other_devices import OtherDevices
 from meshwright.comm.process_group.registration import register
 from meshwright.comm.process_group.tensors import shares_elements
@@ -246,7 +246,7 @@ def test_a_collective_that_is_interrupted_wakes_those_who_wait_for_it() -> None:
     def interrupt(_: Any) -> None:
         raise KeyboardInterrupt
 
-    work = Collective("test", interrupt, None, in_order, 1.0)
+    work = CollectiveWork("test", interrupt, None, in_order, 1.0)
     in_order.start(work, handed_over=False)
     with pytest.raises(KeyboardInterrupt):
         work.wait()
@@ -347,8 +347,8 @@ def in_boxes(boxes: list[int]) -> tuple[str, ...]:
 
 
 def test_ranks_of_two_boxes_use_levels(ranks: Ranks) -> None:
-    found = ranks(3, in_boxes, [0, 0, 1])
-    assert found == [("SharedMemory", "TorchLane"), ("SharedMemory", "TorchLane"), ("TorchLane", "TorchLane")]
+    results = ranks(3, in_boxes, [0, 0, 1])
+    assert results == [("SharedMemory", "TorchLane"), ("SharedMemory", "TorchLane"), ("TorchLane", "TorchLane")]
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------

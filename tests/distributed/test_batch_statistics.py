@@ -141,8 +141,8 @@ def test_an_evaluation_uses_the_mean_of_all_ranks(ranks: Ranks) -> None:
     expected.load_state_dict(by_hand(8, 2, 1))
     expected.eval()
     loss = float(loss_of(expected, batches(8)[0]).detach())
-    for found in ranks(2, evaluated):
-        assert abs(found - loss) <= TOLERANCE
+    for result in ranks(2, evaluated):
+        assert abs(result - loss) <= TOLERANCE
 
 
 def evaluated() -> float:
@@ -172,7 +172,7 @@ def test_a_single_value_of_a_channel_has_no_statistics() -> None:
 def test_a_gradient_must_go_on_with_the_statistics_of_its_forward() -> None:
     graph = normalized(8)
     plan = mw.plan(graph, layout=mw.Layout(dp=2, **OWN))
-    name = next(one.name for one in graph.operators if "native_batch_norm_backward" in one.target)
+    name = next(operator.name for operator in graph.operators if "native_batch_norm_backward" in operator.target)
     edited = {**plan.stage.strategies, name: {"dp": "b"}}
     stage = msgspec.structs.replace(plan.stage, strategies=edited)
     with pytest.raises(PlanError, match="own samples are split over dp, those of its gradient over nothing"):

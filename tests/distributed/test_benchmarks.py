@@ -60,10 +60,10 @@ def test_ratio_is_the_median_of_the_rounds_ratios_and_its_interval_holds_it() ->
 def test_a_drift_of_the_machine_leaves_the_ratio() -> None:
     """If the machine slows down, both sides of a round slow down alike, and their ratio does not change."""
     drift = [1.0 + 0.1 * index for index in range(31)]
-    found = ratio([0.9 * value for value in drift], drift)
+    estimate = ratio([0.9 * value for value in drift], drift)
     apart = ratio_of_medians([0.9 * value for value in drift], drift)
-    assert found.high - found.low < 1e-12 < apart.high - apart.low
-    assert found.value == pytest.approx(apart.value) == pytest.approx(0.9)
+    assert estimate.high - estimate.low < 1e-12 < apart.high - apart.low
+    assert estimate.value == pytest.approx(apart.value) == pytest.approx(0.9)
 
 
 def test_a_ratio_of_medians_takes_sides_of_unequal_length() -> None:
@@ -111,8 +111,8 @@ def test_peers_train_the_same_model(ranks: Ranks, layout: mw.Layout, peers: dict
     for seconds, losses in ranks(comparison.num_ranks, foundation.measure, comparison, 1, 1):
         assert list(seconds) == list(losses) == [foundation.OURS, *peers]
         assert all(len(values) == 1 for values in seconds.values())
-        for found in losses.values():
-            assert found == pytest.approx(losses[foundation.OURS], abs=foundation.LOSS_SPREAD)
+        for loss in losses.values():
+            assert loss == pytest.approx(losses[foundation.OURS], abs=foundation.LOSS_SPREAD)
         assert len(set(losses[foundation.OURS])) == foundation.NUM_BATCHES, "it trains"
 
 
@@ -121,13 +121,15 @@ def test_peers_train_the_same_model(ranks: Ranks, layout: mw.Layout, peers: dict
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 def test_peers_of_zero_train_the_same_model(ranks: Ranks, stage: int, peers: zero.Peers) -> None:
-    model = zero.Model("tiny", tiny, models.language_model_loss, partial(prediction.text, length=8, vocabulary=256), 8)
+    model = zero.ZeroModel(
+        "tiny", tiny, models.language_model_loss, partial(prediction.text, length=8, vocabulary=256), 8
+    )
     layout = mw.Layout(dp=2, zero=3 if stage == 3 else 1)
     comparison = zero.ZeroTarget(model, layout, peers, 1.0)
     for seconds, losses in ranks(zero.NUM_RANKS, zero.measure, comparison, 1, 1):
         assert list(seconds) == list(losses) == [foundation.OURS, *peers]
-        for found in losses.values():
-            assert found == pytest.approx(losses[foundation.OURS], abs=foundation.LOSS_SPREAD)
+        for loss in losses.values():
+            assert loss == pytest.approx(losses[foundation.OURS], abs=foundation.LOSS_SPREAD)
         assert len(set(losses[foundation.OURS])) == foundation.NUM_BATCHES, "it trains"
 
 
@@ -139,11 +141,14 @@ def test_every_reference_model_is_compared_with_data_parallel() -> None:
 
 def test_memory_is_judged_by_the_rank_that_needs_most_and_not_on_small_cases() -> None:
     gib = 2**30
-    predicted, found = zero.Memory(4 * gib, 4 * gib), [zero.Memory(gib, 4 * gib), zero.Memory(4 * gib, 5 * gib)]
+    predicted, found = (
+        zero.MeasuredMemory(4 * gib, 4 * gib),
+        [zero.MeasuredMemory(gib, 4 * gib), zero.MeasuredMemory(4 * gib, 5 * gib)],
+    )
     persistent, peak = zero.compared(zero.LAYOUTS[0], predicted, found)
     assert (persistent.verdict, peak.verdict) == ("pass", "fail")
     assert peak.measured == "-20.0%: predicted 4096 MiB, measured 5120 MiB"
-    small = zero.Memory(gib // 2, gib // 2)
+    small = zero.MeasuredMemory(gib // 2, gib // 2)
     assert {one.verdict for one in zero.compared(zero.LAYOUTS[0], small, [small])} == {"fail"}
 
 
@@ -198,7 +203,7 @@ def test_what_benchmarks_write_is_honest(monkeypatch: pytest.MonkeyPatch, tmp_pa
     found = [pipelines.speed(pipelines.CASES[0], 5, 1), pipelines.throughput(5, 1)]
     report.write("pipelines", "Pipelines", "make bench-pipelines", "a step", pipelines.settings(), found, "text")
     found = [zero.speed(one, 5, 1) for one in zero.COMPARISONS]
-    memory = zero.Memory(2 * 2**30, 3 * 2**30)
+    memory = zero.MeasuredMemory(2 * 2**30, 3 * 2**30)
     zero.write([*found, *zero.compared(zero.LAYOUTS[0], memory, [memory, memory])], 5, 1)
     expected = {"foundation": "pass", "pipelines": "pass", "zero": "fail"}  # 0.97 is more than 0.85 x fully_shard
     for name, first in expected.items():
@@ -231,7 +236,7 @@ def test_searches_are_judged_by_as_many_rounds_as_lint_asks_for(
     with pytest.raises(ValueError, match="repetitions"):
         search.write(list(search.findings(search.ROUNDS - 1, ())))
     limits = dict.fromkeys(limits, 1000.0)
-    assert {one.verdict for one in search.findings(1, [search.CASES[0].name])} == {"fail"}
+    assert {finding.verdict for finding in search.findings(1, [search.CASES[0].name])} == {"fail"}
 
 
 def scaled(kind: str, counts: list[int]) -> Result:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import meshwright as mw
 from meshwright.comm import groups
-from meshwright.comm.blocks import LEAST_BYTES, Blocks
+from meshwright.comm.blocks import LEAST_BYTES, BlockPool
 from meshwright.models import MLP, classification_loss
 from meshwright.planner.explicit import Ask, plan_layout
 from tests.distributed.pool import Ranks
@@ -18,7 +18,7 @@ COUNT = LEAST_BYTES // 4
 
 
 def test_memory_is_given_again_when_no_view_of_it_is_left() -> None:
-    blocks = Blocks()
+    blocks = BlockPool()
     first, other = blocks.empty(COUNT, torch.float32), blocks.empty(COUNT, torch.float32)
     place, view = first.data_ptr(), first.view(2, -1)[1].t()
     del first
@@ -29,13 +29,13 @@ def test_memory_is_given_again_when_no_view_of_it_is_left() -> None:
 
 
 def test_small_tensors_are_left_to_torch() -> None:
-    blocks = Blocks()
+    blocks = BlockPool()
     assert blocks.empty(COUNT - 1, torch.float32).shape == (COUNT - 1,)
     assert blocks.num_bytes == 0
 
 
 def test_a_larger_block_takes_the_place_of_a_free_one_and_serves_down_to_two_thirds_of_its_size() -> None:
-    blocks = Blocks()
+    blocks = BlockPool()
     blocks.empty(COUNT, torch.float32)
     place = blocks.empty(3 * COUNT, torch.float32).data_ptr()
     assert blocks.num_bytes == 3 * LEAST_BYTES, "that of one is gone"
@@ -47,7 +47,7 @@ def test_a_larger_block_takes_the_place_of_a_free_one_and_serves_down_to_two_thi
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 2), st.sampled_from((1, 2, 3, 5))), max_size=30))
 def test_tensors_never_share_memory_while_they_live(turns: list[tuple[bool, int, int]]) -> None:
     """``turns``: whether to lend or to let go, which of three holders, and how much."""
-    blocks, held = Blocks(), dict[int, tuple[torch.Tensor, int]]()
+    blocks, held = BlockPool(), dict[int, tuple[torch.Tensor, int]]()
     for number, (lend, holder, size) in enumerate(turns):
         held.pop(holder, None)
         if lend:
@@ -83,5 +83,5 @@ def test_zero_3_holds_blocks_for_two_buckets_and_the_sum_of_one(ranks: Ranks) ->
     """However many steps there are, and layers. A bucket of the usual size has a layer; the first one of gradients has
     the last layer's and the bias of the one before."""
     gathered, reduced = 4 * (WIDTH * WIDTH + WIDTH), 4 * (WIDTH * WIDTH + 2 * WIDTH)
-    for found in ranks(2, bytes_by_step):
-        assert found == [2 * gathered + reduced // 2] * 3
+    for result in ranks(2, bytes_by_step):
+        assert result == [2 * gathered + reduced // 2] * 3

@@ -245,8 +245,8 @@ def _margin(name: str, *settings: Any, forward: Any) -> Build:
         given = (draw.tensor(*rows, c), labels, *settings, draw.pick(*REDUCTIONS))
         if forward is None:
             return given, {}
-        found = present(forward(*given))
-        return (draw.tensor(*found[0].shape), *given, *found[1:]), {}
+        shown = present(forward(*given))
+        return (draw.tensor(*shown[0].shape), *given, *shown[1:]), {}
 
     return build
 

@@ -293,8 +293,8 @@ def test_training_goes_on_bit_by_bit_under_the_same_layout(
 ) -> None:
     path = str(tmp_path / "ckpt")
     expected = under(ranks, layout, train_and_save, path, layout, optimizer, dropout)
-    found = under(ranks, layout, load_and_train, path, layout, optimizer, dropout)
-    for one, other in zip(found, expected, strict=True):
+    inner = under(ranks, layout, load_and_train, path, layout, optimizer, dropout)
+    for one, other in zip(inner, expected, strict=True):
         assert one.losses == other.losses
         assert all(torch.equal(one.state[name], other.state[name]) for name in other.state)
 

@@ -40,9 +40,9 @@ def table(num_ranks: int, seconds: dict[str, float]) -> Cluster:
     (box,) = base.levels
     rows = [
         CollectiveTiming(
-            operation="all_reduce", algorithm=name, level=box.name, ranks=num_ranks, bytes=size, time_s=one
+            operation="all_reduce", algorithm=name, level=box.name, ranks=num_ranks, bytes=size, time_s=time_s
         )
-        for name, one in seconds.items()
+        for name, time_s in seconds.items()
         for size in (64, 2**20)
     ]
     return msgspec.structs.replace(
@@ -129,9 +129,9 @@ def too_few(fan_outs: tuple[int, ...]) -> str:
 
 def test_a_cluster_whose_levels_do_not_hold_the_ranks_is_refused_on_all_of_them(ranks: Ranks) -> None:
     told = "cluster cpu-local: there are 4 ranks, but its levels hold 1 x 2 = 2\n  -> start 2 ranks, or correct"
-    assert all(one.startswith(told) for one in ranks(4, too_few, (1, 2)))
+    assert all(result.startswith(told) for result in ranks(4, too_few, (1, 2)))
     told = "cluster cpu-local: 4 devices do not fill whole units of level 'l0', which hold 3"
-    assert all(one.startswith(told) for one in ranks(4, too_few, (3, 4)))
+    assert all(result.startswith(told) for result in ranks(4, too_few, (3, 4)))
     assert ranks(4, too_few, (2, 2)) == [""] * 4
     assert ranks(4, too_few, (4, 2)) == [""] * 4, "one of two units"
 

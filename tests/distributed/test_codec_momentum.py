@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.comm.coding import Coding
+from meshwright.comm.coding import CollectiveCoding
 from meshwright.comm.member import MeasuredCoding
 from meshwright.compress.select import share_of
 from meshwright.errors import LayoutError, PlanError
@@ -72,9 +72,9 @@ class Exchanges:
         self._accept()
         return [torch.cat(parts)]
 
-    def _coding(self, rank: int, num_ranks: int) -> Coding:
+    def _coding(self, rank: int, num_ranks: int) -> CollectiveCoding:
         before, state = self.states[rank], self.written[rank]
-        return Coding(self.text, before, state, self.steps, SHAPES, num_ranks, self.measured[rank])
+        return CollectiveCoding(self.text, before, state, self.steps, SHAPES, num_ranks, self.measured[rank])
 
     def _accept(self) -> None:
         self.states, self.written = self.written, self.states
@@ -294,10 +294,10 @@ def test_the_momentum_of_the_sum_is_the_same_on_another_number_of_ranks(ranks: R
     for source, target in (("dp4", "dp2"), ("dp2", "dp4"), ("dp2", "dp2")):
         path = tmp_path / f"{source} {target}"
         before = ranks(mw.Layout(**LAYOUTS[source]).num_ranks, momenta_saved, source, path)[0]
-        found = ranks(mw.Layout(**LAYOUTS[target]).num_ranks, momenta_loaded, target, path)
-        for momenta, parameters in found:
+        results = ranks(mw.Layout(**LAYOUTS[target]).num_ranks, momenta_loaded, target, path)
+        for momenta, parameters in results:
             assert all(torch.equal(momenta[name], before[name]) for name in before)
-            assert all(torch.equal(value, found[0][1][name]) for name, value in parameters.items())
+            assert all(torch.equal(value, results[0][1][name]) for name, value in parameters.items())
 
 
 def test_zero_refuses_a_momentum_of_the_sum() -> None:

@@ -251,8 +251,8 @@ def test_a_warm_up_goes_on_under_another_layout_with_other_buckets(ranks: Ranks,
     for counted in ranks(4, steps_counted, "dp4", tmp_path, True):
         assert set(counted) == {3}
     for layout in ("dp2", "pp2", "zero3"):
-        found = ranks(mw.Layout(**LAYOUTS[layout]).num_ranks, steps_counted, layout, tmp_path, False)
-        assert {steps for counted in found for steps in counted} == {4}, layout
+        results = ranks(mw.Layout(**LAYOUTS[layout]).num_ranks, steps_counted, layout, tmp_path, False)
+        assert {steps for counted in results for steps in counted} == {4}, layout
 
 
 def without_codec(path: Path) -> None:
@@ -459,7 +459,7 @@ def approximate(layout: str, codecs: dict[str, str]) -> tuple[float, float]:
     expected = oracle.in_one_process(given, lambda p: torch.optim.SGD(p, lr=LR), None)
     trainer = trainer_of(layout, *hidden, **codecs)
     losses = [float(trainer.step(batch)) for batch in given.batches]
-    error = max(abs(found / float(other) - 1) for found, other in zip(losses, expected.losses, strict=True))
+    error = max(abs(loss / float(other) - 1) for loss, other in zip(losses, expected.losses, strict=True))
     return error, oracle.largest_error(trainer.full_state_dict(all_ranks=True), expected.state)
 
 

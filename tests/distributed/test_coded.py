@@ -91,11 +91,11 @@ def values_of(num_ranks: int, length: int, dtype: torch.dtype = torch.float64, s
 
 def each_rank(num_ranks: int, call: Callable[[Collectives], Any], slots: int = 3) -> list[Any]:
     """What a call returns on each rank; an error of a rank is raised."""
-    found = together([functools.partial(call, ours) for ours in threads(num_ranks, slots)])
-    errors = [each for each in found if isinstance(each, Exception)]
+    joined = together([functools.partial(call, ours) for ours in threads(num_ranks, slots)])
+    errors = [each for each in joined if isinstance(each, Exception)]
     for error in sorted(errors, key=lambda error: isinstance(error, RankError)):  # that of its own first
         raise error
-    return found
+    return joined
 
 
 def all_reduce(

@@ -65,7 +65,7 @@ def run_all(ours: Collectives, seed: int = 0) -> int:
         for name in ALGORITHMS["reduce_scatter"]:
             mine, into = parts[rank].clone(), torch.empty(num, dtype=torch.float64)
             ours.reduce_scatter(mine, into, "sum", name).wait()
-            _close(into, sum(one[rank] for one in parts))
+            _close(into, sum(part[rank] for part in parts))
             assert torch.equal(mine, parts[rank]), "the input stays"
             whole = torch.empty(size, num, dtype=torch.float64)
             ours.all_gather(values[rank], whole, name).wait()
@@ -240,7 +240,7 @@ def run_along(ours: Collectives, boxes: str) -> int:
         for across in ACROSS_BY_OPERATION["reduce_scatter"] if "." not in boxes or boxes == "0.2|1.3" else ():
             name, into = written("star", across, boxes), torch.empty(num, dtype=torch.float64)
             ours.reduce_scatter(parts[rank], into, "sum", name).wait()
-            _close(into, sum(one[rank] for one in parts))
+            _close(into, sum(part[rank] for part in parts))
             whole = torch.empty(size, num, dtype=torch.float64)
             ours.all_gather(values[rank], whole, name).wait()
             assert torch.equal(whole, torch.stack(values))
@@ -346,12 +346,12 @@ def short(cases: list[Short]) -> list[bytes]:
     ours, size, found = _ours(), _world().size(), []
     for number, (num, dtype, op, label) in enumerate(cases):
         values = [100 * _values(num, one, number) for one in range(size)]
-        values = [one > 0 if dtype == torch.bool else one.to(dtype) for one in values]
+        values = [value > 0 if dtype == torch.bool else value.to(dtype) for value in values]
         mine = values[ours.rank].clone()
         ours.all_reduce(mine, op, "butterfly", label).wait()
         while len(values) > 1:  # a butterfly adds up neighbours, then pairs of them
             values = [
-                collective_kind.REDUCE[op](one, other) for one, other in zip(values[::2], values[1::2], strict=True)
+                collective_kind.REDUCE[op](value, other) for value, other in zip(values[::2], values[1::2], strict=True)
             ]
         assert torch.equal(mine, values[0])
         found.append(mine.view(torch.uint8).numpy().tobytes() if num else b"")

@@ -51,8 +51,10 @@ def train(model: str, layout: mw.Layout, name: str, first: bool) -> tuple[oracle
         """The plan file, and the number of its calls of algorithms."""
         plan = with_algorithms(mw.plan(graph, layout=layout), graph, name)
         if first:
-            convolutions = [one for one in graph.operators if one.target.startswith("aten.convolution")]
-            plan = msgspec.structs.replace(plan, interiors=tuple({starred(one.name): None for one in convolutions}))
+            convolutions = [operator for operator in graph.operators if operator.target.startswith("aten.convolution")]
+            plan = msgspec.structs.replace(
+                plan, interiors=tuple({starred(convolution.name): None for convolution in convolutions})
+            )
         (program,) = PlanLowering(graph)(plan)
         nodes = [node for phase in program.phases for node in phase.nodes]
         return encode_json(plan), sum("meshwright.convolution" in node.target for node in nodes)

@@ -103,8 +103,8 @@ def with_train(run: Any, **changes: Any) -> Any:
 
 def test_waits_for_data_are_a_part_of_a_step() -> None:
     step = Trace(source="simulated", spans=(Span(0, "compute", "F", 1.0, 3.0), Span(1, "compute", "F", 1.0, 3.0)))
-    found = summarize(with_waits(step, [0.5, 0.0]))
-    assert [(times.step_s, times.compute_s, times.data_s, times.bubble_s) for times in found] == [
+    summary = summarize(with_waits(step, [0.5, 0.0]))
+    assert [(times.step_s, times.compute_s, times.data_s, times.bubble_s) for times in summary] == [
         (2.5, 2.0, 0.5, 0.0), (2.5, 2.0, 0.0, 0.5),
     ]  # fmt: skip
 

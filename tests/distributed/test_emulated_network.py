@@ -25,7 +25,7 @@ from meshwright.errors import LaunchError, RankError
 from meshwright.ir.cluster import Cluster
 from meshwright.models import MLP, classification_loss
 from meshwright.runtime import calibrate
-from meshwright.runtime.between import Sizes
+from meshwright.runtime.between import MeasuredSizes
 from meshwright.runtime.calibrate import Effort
 from meshwright.schedules.collectives.choice import candidates, in_pieces
 from tests.distributed.oracle import TOLERANCE, error_of
@@ -61,7 +61,7 @@ def sent_over_links(names: list[str]) -> tuple[list[list[str]], dict[str, list[i
 
 def _sent_bytes() -> int:
     """What this box has sent over its link."""
-    (line,) = [one for one in Path("/proc/thread-self/net/dev").read_text().splitlines() if f"{LINK}:" in one]
+    (line,) = [line for line in Path("/proc/thread-self/net/dev").read_text().splitlines() if f"{LINK}:" in line]
     return int(line.split()[9])
 
 
@@ -86,10 +86,10 @@ def calibrated_there() -> tuple[Cluster | None, str, float, list[str]]:
     which all-reduces ran."""
     effort = Effort(
         laps=2, sides=(8, 16), flat_sides=(32, 64), elements=(2**14, 2**15), scale=0.1,
-        between=Sizes(bytes=(64, 4096), repeats=2, most_s=0.01),
+        between=MeasuredSizes(bytes=(64, 4096), repeats=2, most_s=0.01),
     )  # fmt: skip
-    found = calibrate.measure(effort, lambda what: None)
-    shared = from_rank_0(lambda: found)
+    measured = calibrate.measure(effort, lambda what: None)
+    shared = from_rank_0(lambda: measured)
     assert shared is not None
     rows = tuple(  # so that it is known what wins
         msgspec.structs.replace(row, time_s=1e-9) if row.algorithm == "star+butterfly@2x2" else row
@@ -114,7 +114,7 @@ def calibrated_there() -> tuple[Cluster | None, str, float, list[str]]:
         patch.setattr(Collectives, "all_reduce", noted)
         loss = trainer.step(batch)
     error = error_of(loss, classification_loss(plain, batch)[0].detach())
-    return found, trainer.plan.algorithms["dp"], error, names
+    return measured, trainer.plan.algorithms["dp"], error, names
 
 
 @emulated

@@ -83,7 +83,7 @@ def work_of(layout: mw.Layout) -> tuple[Work, list[list[str]], list[int]]:
     for batch in subject.batches[:2]:
         trainer.step(batch)
     spans = [span for span in trainer.trace().spans if span.stream != "wait" and _ACTION.match(span.what)]
-    in_order = all(one.start_s <= one.end_s for one in spans) and all(
+    in_order = all(span.start_s <= span.end_s for span in spans) and all(
         one.end_s <= other.start_s for one, other in itertools.pairwise(spans)
     )
     schedule = schedule_of(trainer.plan)
@@ -270,7 +270,10 @@ def freeze_and_train(names: list[str], late: bool) -> list[float]:
     if not late:
         freeze(mine)
     freeze(plain)
-    trainer, optimizer = trainer_of(mine, PIPELINE), sgd([one for one in plain.model.parameters() if one.requires_grad])
+    trainer, optimizer = (
+        trainer_of(mine, PIPELINE),
+        sgd([parameter for parameter in plain.model.parameters() if parameter.requires_grad]),
+    )
     if late:
         freeze(mine)
     for batch in mine.batches[:3]:

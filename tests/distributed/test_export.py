@@ -24,8 +24,8 @@ from tests.distributed.pool import Ranks
 def test_losses_are_those_of_the_plan(ranks: Ranks, model: str, layout: Layout) -> None:
     plan = exports.planned(model, layout)
     made = exports.exported(model, plan)
-    for found in ranks(2, exports.compare, model, plan, exports.text_of(made), timeout=600):
-        assert found.error <= TOLERANCE, found
+    for result in ranks(2, exports.compare, model, plan, exports.text_of(made), timeout=600):
+        assert result.error <= TOLERANCE, result
 
 
 class Fused(nn.Module):

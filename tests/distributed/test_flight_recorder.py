@@ -19,7 +19,7 @@ import pytest
 from meshwright.cli import run
 from meshwright.comm import pytorch_flight
 from meshwright.comm.stacks import SignalledStacks, demand, last_stack, main_stack
-from meshwright.comm.transport.connections import Connection, connections, described
+from meshwright.comm.transport.connections import TcpConnection, connections, described
 from meshwright.comm.transport.flight_recorder import FlightRecorder
 from meshwright.comm.transport.process import box
 from meshwright.errors import FileFormatError
@@ -236,13 +236,13 @@ def test_a_connection_that_its_other_end_has_closed_is_told() -> None:
 
 def test_slow_links_are_told_from_cut_ones() -> None:
     before = {
-        "slow": Connection("10.0.0.1:5", False, 3, 0, 0.0, 1_000_000, 0),
-        "cut": Connection("10.0.0.2:5", False, 0, 0, 1.0, 500, 500),
-        "idle": Connection("10.0.0.3:5", False, 0, 0, 9.0, 500, 500),
+        "slow": TcpConnection("10.0.0.1:5", False, 3, 0, 0.0, 1_000_000, 0),
+        "cut": TcpConnection("10.0.0.2:5", False, 0, 0, 1.0, 500, 500),
+        "idle": TcpConnection("10.0.0.3:5", False, 0, 0, 9.0, 500, 500),
     }
     now = before | {
-        "slow": Connection("10.0.0.1:5", False, 3, 0, 0.0, 1_500_000, 0),
-        "cut": Connection("10.0.0.2:5", False, 7, 4, 3.0, 500, 500),
+        "slow": TcpConnection("10.0.0.1:5", False, 3, 0, 0.0, 1_500_000, 0),
+        "cut": TcpConnection("10.0.0.2:5", False, 7, 4, 3.0, 500, 500),
     }
     assert described(before, now, 0.5) == (
         (

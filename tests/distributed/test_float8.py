@@ -310,5 +310,5 @@ def test_a_dry_run_on_gpus_finds_nothing_to_wait_for(scaling: Any) -> None:
     graph = mw.capture(model, language_model_loss, batch, precision="bfloat16")
     layout = mw.Layout(dp=2, tp=2, precision="bfloat16")
     plan = in_float8(mw.plan(graph, mw.Cluster.load("h100-dgx"), devices=4, layout=layout), graph, scaling)
-    found = mw.dry_run(model, language_model_loss, batch, plan=plan, cluster="h100-dgx", ranks=(0,))
-    assert found.clean, found.findings
+    report = mw.dry_run(model, language_model_loss, batch, plan=plan, cluster="h100-dgx", ranks=(0,))
+    assert report.clean, report.findings

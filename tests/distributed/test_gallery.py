@@ -280,7 +280,9 @@ def test_evaluation_of_torchs_own_layers() -> None:
     """Their fused forms, which ask for the values of masks, are not taken."""
     model = Gallery(TRANSFORMERS, SEQUENCE).double()
     captured = capture(model, total_loss, {"x": torch.randn(BATCH, *SEQUENCE, dtype=torch.float64)}, training=False)
-    attentions = [one for one in captured.graph.operators if one.target == "meshwright.attention.default"]
+    attentions = [
+        operator for operator in captured.graph.operators if operator.target == "meshwright.attention.default"
+    ]
     assert len(attentions) == 1 + 1 + 2 + 3, "one a layer, and the decoder's to the encoder; with weights it is none"
 
 

@@ -84,10 +84,10 @@ def train(name: str, layout: Layout) -> oracle.LargestErrors:
 )
 def test_training_on_a_grid_equals_one_process(ranks: Ranks, name: str, sizes: dict[str, object]) -> None:
     layout = Layout(**sizes)  # type: ignore[arg-type]
-    for found in ranks(layout.num_ranks, train, name, layout, timeout=300):
-        assert found.error <= oracle.TOLERANCE, found
-        assert found.moved > 1e-3, "the parameters were trained"
-        assert found.num_split, "parameters lie in parts"
+    for result in ranks(layout.num_ranks, train, name, layout, timeout=300):
+        assert result.error <= oracle.TOLERANCE, result
+        assert result.moved > 1e-3, "the parameters were trained"
+        assert result.num_split, "parameters lie in parts"
 
 
 def evaluate(layout: Layout) -> list[float]:
@@ -200,9 +200,9 @@ def train_dense(layout: Layout) -> oracle.LargestErrors:
     ids=str,
 )
 def test_alternate_layers_with_bias_train_transposed(ranks: Ranks, grid: tuple[int, int, int]) -> None:
-    for found in ranks(grid[0] * grid[1] * grid[2], train_dense, alternating(dense_graph(), grid)):
-        assert found.error <= oracle.TOLERANCE, found
-        assert found.moved > 1e-3
+    for result in ranks(grid[0] * grid[1] * grid[2], train_dense, alternating(dense_graph(), grid)):
+        assert result.error <= oracle.TOLERANCE, result
+        assert result.moved > 1e-3
 
 
 @pytest.mark.parametrize("grid", [(2, 4, 1), (4, 4, 1)], ids=str)

@@ -148,7 +148,7 @@ def test_memory_of_groups_is_counted(
 
 def gathered(graph: mw.Graph, layout: mw.Layout) -> mw.Plan:
     plan = mw.plan(graph, layout=layout)
-    names = {starred(one.name) for one in graph.operators if one.target.startswith("meshwright.experts")}
+    names = {starred(operator.name) for operator in graph.operators if operator.target.startswith("meshwright.experts")}
     stages = []
     for stage in plan.stages:
         own = names & {*map(starred, stage.strategies)}
@@ -178,8 +178,8 @@ def train_all() -> list[Any]:
 def test_gathered_tokens_train_as_in_one_process(ranks: Ranks) -> None:
     with oracle.WiderCasts():
         expected = oracle.in_one_process(hugging_face.subject("Mixtral", 3), oracle.OPTIMIZERS["SGD"])
-    for found in ranks(4, train_all):
-        for losses, state, targets in found:
+    for result in ranks(4, train_all):
+        for losses, state, targets in result:
             assert not any("experts_across" in target for target in targets)
             assert any("experts" in target for target in targets)
             assert losses == pytest.approx([loss.item() for loss in expected.losses], rel=1e-9)
@@ -190,7 +190,7 @@ def test_gathered_tokens_train_as_in_one_process(ranks: Ranks) -> None:
 def test_a_device_that_runs_behind_its_host_gathers() -> None:
     subject = hugging_face.subject("Mixtral", 3)
     graph = mw.capture(subject.model, subject.loss_fn, subject.batches[0])
-    mixtures = {one.name for one in graph.operators if one.target.startswith("meshwright.experts")}
+    mixtures = {operator.name for operator in graph.operators if operator.target.startswith("meshwright.experts")}
     layout = mw.Layout(dp=2, ep=2)
     gpu, cpu = (mw.plan(graph, cluster, layout=layout, devices=2) for cluster in ("h100-dgx", "cpu-local"))
     assert {gpu.stage.operator_algorithm(name) for name in mixtures} == {GATHER}

@@ -434,14 +434,14 @@ def write(layout: mw.Layout, name: str) -> float | str:
 @pytest.mark.parametrize("layout", ["dp2", "pp2", "tp2", "zero1", "zero2", "zero3"])
 @pytest.mark.filterwarnings("ignore:for .* copying from a non-meta parameter")
 def test_writing_to_the_model_trains_or_is_refused(ranks: Ranks, layout: str, name: str) -> None:
-    for found in ranks(2, write, LAYOUTS[layout], name):
+    for result in ranks(2, write, LAYOUTS[layout], name):
         if layout in ("dp2", "pp2"):
-            assert isinstance(found, float), found
-            assert found <= TOLERANCE
+            assert isinstance(result, float), result
+            assert result <= TOLERANCE
         else:
-            assert isinstance(found, str), found
-            assert found.startswith("parameter first.weight: it was written to, but is split over ranks: the module")
-            assert "-> give whole tensors to trainer.load_state_dict(" in found
+            assert isinstance(result, str), result
+            assert result.startswith("parameter first.weight: it was written to, but is split over ranks: the module")
+            assert "-> give whole tensors to trainer.load_state_dict(" in result
 
 
 def load_after_writing(layout: mw.Layout, path: str) -> list[float]:

@@ -36,9 +36,9 @@ def compare(model: str, layout: str) -> Found:
     ],
 )
 def test_parallel_equals_one_process(ranks: Ranks, model: str, layout: str) -> None:
-    for found in ranks(hugging_face.num_ranks(layout), compare, model, layout, timeout=600):
-        assert found.error <= hugging_face.tolerance(model), found
-        assert found.moved > 1e-3, "the parameters were trained"
-        assert not found.unsplit
+    for result in ranks(hugging_face.num_ranks(layout), compare, model, layout, timeout=600):
+        assert result.error <= hugging_face.tolerance(model), result
+        assert result.moved > 1e-3, "the parameters were trained"
+        assert not result.unsplit
         if "spatial" not in layout and "mixed" not in layout:
-            assert bool(found.num_split) == (not layout.startswith("cp2"))
+            assert bool(result.num_split) == (not layout.startswith("cp2"))

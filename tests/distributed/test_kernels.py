@@ -40,7 +40,7 @@ def run(algorithm: str) -> tuple[list[float], bool, list[object]]:
     with Seen() as seen:
         (result,) = function([torch.arange(3.0) + dist.get_rank()])
     assert "aten.mul.Tensor" in seen.names
-    dispatched = any(collectives.NAMESPACE in one for one in seen.names)
+    dispatched = any(collectives.NAMESPACE in name for name in seen.names)
     return result.tolist(), dispatched, [str(node.target) for node in graph.nodes if node.op == "call_function"]
 
 
@@ -62,8 +62,8 @@ def dispatched_in_a_step(microbatches: int) -> list[str]:
     trainer = mw.parallelize(torch.nn.Linear(3, 2), loss_of, torch.rand(8, 3), plan=layout, optimizer=torch.optim.SGD)
     with Seen() as seen:
         trainer.step(torch.rand(8, 3))
-    assert any("mm" in one for one in seen.names)
-    return [one for one in seen.names if collectives.NAMESPACE in one]
+    assert any("mm" in name for name in seen.names)
+    return [name for name in seen.names if collectives.NAMESPACE in name]
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])

@@ -108,7 +108,7 @@ def trained(name: str, layout: mw.Layout) -> tuple[float, int]:
     error = oracle.error_of(torch.stack(found.losses), torch.stack(expected.losses))
     if trainer.rank == 0:
         error = max(error, oracle.largest_error(found.state, expected.state))
-    return error, sum(trainer.parameters.is_sharded(one) for one in trainer.parameters)
+    return error, sum(trainer.parameters.is_sharded(parameter) for parameter in trainer.parameters)
 
 
 def all_trained(layout: mw.Layout) -> dict[str, tuple[float, int]]:
@@ -117,10 +117,10 @@ def all_trained(layout: mw.Layout) -> dict[str, tuple[float, int]]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_padded_sentences(ranks: Ranks, layout: str) -> None:
-    for found in ranks(LAYOUTS[layout].num_ranks, all_trained, LAYOUTS[layout]):
-        assert found.keys() == PADDED.keys()
-        assert {name: error for name, (error, _) in found.items() if not error <= oracle.TOLERANCE} == {}
-        assert all(bool(num_split) == (layout == "tp2") for _, num_split in found.values())
+    for result in ranks(LAYOUTS[layout].num_ranks, all_trained, LAYOUTS[layout]):
+        assert result.keys() == PADDED.keys()
+        assert {name: error for name, (error, _) in result.items() if not error <= oracle.TOLERANCE} == {}
+        assert all(bool(num_split) == (layout == "tp2") for _, num_split in result.values())
 
 
 # --- halves -----------------------------------------------------------------------------------------------------------
@@ -199,9 +199,9 @@ def errors_in_halves(layout: mw.Layout) -> dict[tuple[str, str], tuple[float, fl
 @pytest.mark.parametrize("layout", SUMMED)
 def test_halves_are_summed_in_float32(ranks: Ranks, layout: str) -> None:
     """Each error is no larger than PyTorch's in one process, or half a rounding where PyTorch was lucky."""
-    for found in ranks(SUMMED[layout].num_ranks, errors_in_halves, SUMMED[layout]):
-        assert len(found) == 2 * len(LOSSES)
-        for (kind, name), (error, plain, dtype) in found.items():
+    for result in ranks(SUMMED[layout].num_ranks, errors_in_halves, SUMMED[layout]):
+        assert len(result) == 2 * len(LOSSES)
+        for (kind, name), (error, plain, dtype) in result.items():
             assert error <= max(plain, torch.finfo(DTYPES[kind]).eps / 4), (kind, name)
             assert dtype == "torch.float32"
 

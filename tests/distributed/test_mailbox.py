@@ -25,7 +25,7 @@ from meshwright.comm.mail import ZmqMailbox
 from meshwright.comm.mailbox import Letter, View
 from meshwright.comm.transport.zeromq import DTYPES
 from meshwright.comm.views import ViewLog
-from meshwright.emulation.network import LINK, EmulatedNetwork, Place, enter
+from meshwright.emulation.network import LINK, EmulatedNetwork, NetworkBox, enter
 from meshwright.errors import LaunchError, LostRankError, RankError
 from tests.distributed.pool import HOST, PRELOAD
 
@@ -167,8 +167,8 @@ def send_first_then_receive(mailbox: ZmqMailbox) -> dict[str, list[int]]:
 def test_letters_arrive_in_order_and_once(participants: Participants, far: bool) -> None:
     for name in NAMES:
         participants.start(name, send_first_then_receive, names=NAMES, far=far, most_letters=4, most_bytes=2**20)
-    for name, found in participants.results().items():
-        assert found == {other: list(range(NUM)) for other in NAMES if other != name}
+    for name, result in participants.results().items():
+        assert result == {other: list(range(NUM)) for other in NAMES if other != name}
 
 
 def is_refused(mailbox: ZmqMailbox) -> str:
@@ -417,8 +417,8 @@ def test_without_the_store_all_fail(participants: Participants, tmp_path: Path) 
         participants.start(name, wait_without_a_store, tmp_path, names=names)
     until(lambda: all((tmp_path / name).exists() for name in names))
     del participants.store, participants._host
-    for found in participants.results().values():
-        assert "the store in which views lie does not answer" in found
+    for result in participants.results().values():
+        assert "the store in which views lie does not answer" in result
 
 
 @NEAR_AND_FAR
@@ -627,7 +627,7 @@ def test_replicas_of_two_ranks_die_and_join_as_wholes(
 
 
 def live_in_a_box(
-    pipe: Connection, place: Place, index: int, name: str, names: list[str], body: Callable[..., Any]
+    pipe: Connection, place: NetworkBox, index: int, name: str, names: list[str], body: Callable[..., Any]
 ) -> None:
     torch.set_num_threads(1)
     try:

@@ -22,7 +22,7 @@ from meshwright.data.loaders import TensorLoader
 from meshwright.ir.copies import KEPT, SLOTS, STAGED, StateCopies
 from meshwright.ir.ledger import Ledger
 from meshwright.runtime import memory_copies
-from meshwright.runtime.kept_memory import VARIABLE, Slot, kept_memory, slots_of
+from meshwright.runtime.kept_memory import VARIABLE, MemorySlot, kept_memory, slots_of
 from meshwright.runtime.memory_copies import MemoryCopies
 from tests.distributed.pool import Ranks, RanksFailedError
 from tests.end_to_end.checkpoint_cases import a_batch, a_trainer, adamw
@@ -125,7 +125,7 @@ def begin_and_die(memories: list[str], layout: dict[str, Any]) -> None:
     copies.make(2)
     steps(trainer, own, 1)
     if trainer.rank == 1:
-        Slot.commit = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        MemorySlot.commit = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     copies.make(3)
     from_every_rank(0)
 
@@ -202,8 +202,8 @@ def bytes_held(memories: list[str], layout: dict[str, Any], path: str) -> tuple[
 def test_the_bytes_of_all_copies_are_those_that_are_predicted(
     ranks: Ranks, memories: list[str], tmp_path: Path, num_hosts: int, layout: dict[str, Any]
 ) -> None:
-    found = ranks(2, bytes_held, memories[:num_hosts], layout, str(tmp_path / "saved"))
-    held, foretold = zip(*found, strict=True)
+    results = ranks(2, bytes_held, memories[:num_hosts], layout, str(tmp_path / "saved"))
+    held, foretold = zip(*results, strict=True)
     for name in ("kept_bytes", "staged_bytes"):
         assert sum(getattr(each, name) for each in held) == sum(getattr(each, name) for each in foretold) > 0
 

@@ -65,15 +65,15 @@ def test_losses_and_values_are_those_of_1f1b_bit_for_bit(
     ranks: Ranks, by_1f1b: Callable[[int], list[Trained]], pp: int, slow: int | None
 ) -> None:
     expected = by_1f1b(pp)
-    found = ranks(pp, trained, mw.Layout(pp=pp, microbatches=8, schedule="message-driven"), slow)
+    results = ranks(pp, trained, mw.Layout(pp=pp, microbatches=8, schedule="message-driven"), slow)
     for rank in range(pp):
-        assert found[rank][0] == expected[rank][0]
+        assert results[rank][0] == expected[rank][0]
     for name, value in expected[0][1].items():
-        assert torch.equal(found[0][1][name], value), name
-    executed = Schedule.of("executed", [ActionList.from_text(actions) for _, _, actions, _ in found])
+        assert torch.equal(results[0][1][name], value), name
+    executed = Schedule.of("executed", [ActionList.from_text(actions) for _, _, actions, _ in results])
     report = check(executed)
     assert executed.num_microbatches == 8
-    for rank, (_, _, _, live) in enumerate(found):
+    for rank, (_, _, _, live) in enumerate(results):
         assert live == report.ranks[rank].live_activations <= (LIMIT[pp] if rank < pp - 1 else 1)
 
 
@@ -86,10 +86,10 @@ def test_a_limit_of_its_own_is_kept(ranks: Ranks) -> None:
 def test_replicas_of_a_stage_may_differ_in_their_order(ranks: Ranks, dp: dict[str, int]) -> None:
     layout = mw.Layout(pp=2, microbatches=4, **dp)  # type: ignore[arg-type]
     expected = ranks(4, trained, layout)
-    found = ranks(4, trained, mw.Layout(pp=2, microbatches=4, schedule="message-driven", **dp), 2)  # type: ignore[arg-type]
-    assert [each[0] for each in found] == [each[0] for each in expected]
+    results = ranks(4, trained, mw.Layout(pp=2, microbatches=4, schedule="message-driven", **dp), 2)  # type: ignore[arg-type]
+    assert [each[0] for each in results] == [each[0] for each in expected]
     for name, value in expected[0][1].items():
-        assert torch.equal(found[0][1][name], value), name
+        assert torch.equal(results[0][1][name], value), name
 
 
 def refused(layout: mw.Layout) -> str:

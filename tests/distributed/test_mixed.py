@@ -29,7 +29,7 @@ from meshwright.models import (
     segmentation_loss,
 )
 from meshwright.models.googlenet import GoogLeNet, Inception
-from meshwright.planner.factors import Factors
+from meshwright.planner.factors import FactorChoices
 from meshwright.planner.pins import read_pins
 from tests.distributed import oracle
 from tests.distributed.oracle import Subject
@@ -90,7 +90,7 @@ def possible(name: str, layout: mw.Layout) -> mw.Layout:
     graph = captured(name)
     kept, mesh = {}, layout.mesh()
     for glob, text in layout.pin.items():
-        factors = Factors(graph, layout.mixed_axes, {one.name: {} for one in graph.operators})
+        factors = FactorChoices(graph, layout.mixed_axes, {operator.name: {} for operator in graph.operators})
         with contextlib.suppress(LayoutError):
             read_pins(factors, {glob: text}, mesh.names)
             kept[glob] = text
@@ -111,9 +111,9 @@ def train(name: str, layout: mw.Layout) -> oracle.LargestErrors:
 
 
 def check(ranks: Ranks, name: str, layout: mw.Layout) -> None:
-    for found in ranks(layout.num_ranks, train, name, layout, timeout=600):
-        assert found.error <= oracle.TOLERANCE, (name, found)
-        assert found.moved > 1e-3
+    for result in ranks(layout.num_ranks, train, name, layout, timeout=600):
+        assert result.error <= oracle.TOLERANCE, (name, result)
+        assert result.moved > 1e-3
 
 
 WAYS = [
@@ -181,7 +181,7 @@ def test_segments_of_the_ranks_reduce_at_once(ranks: Ranks) -> None:
     """Channels over pairs of ranks, samples over the others: two sums of two ranks each, side by side in the trace."""
     pins = {"convolutions.3": "stationary-x@m1 sample@m2"}
     trace = ranks(4, traced, mw.Layout(mixed=(2, 2), pin=pins))[0]
-    sums = [one for one in trace.spans if one.stream == "communication" and one.what.startswith("all_reduce m1 of")]
+    sums = [span for span in trace.spans if span.stream == "communication" and span.what.startswith("all_reduce m1 of")]
     assert {one.what for one in sums} == {"all_reduce m1 of ranks 0 2", "all_reduce m1 of ranks 1 3"}
     assert any(
         one.what != other.what and max(one.start_s, other.start_s) < min(one.end_s, other.end_s)

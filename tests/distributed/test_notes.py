@@ -44,9 +44,9 @@ PLAIN = st.recursive(
 
 @given(PLAIN)
 def test_plain_values_come_back_with_their_types(value: object) -> None:
-    found = from_bytes(to_bytes(value))
-    assert found == value
-    assert type(found) is type(value)
+    decoded = from_bytes(to_bytes(value))
+    assert decoded == value
+    assert type(decoded) is type(value)
 
 
 @pytest.mark.parametrize(
@@ -55,10 +55,10 @@ def test_plain_values_come_back_with_their_types(value: object) -> None:
 @pytest.mark.parametrize("shape", [(), (0, 3), (4, 2)])
 def test_tensors_come_back_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     value = torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape).to(dtype)
-    found = from_bytes(to_bytes(value))
-    assert found.dtype == dtype
-    assert found.shape == value.shape
-    assert torch.equal(found.reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8))
+    decoded = from_bytes(to_bytes(value))
+    assert decoded.dtype == dtype
+    assert decoded.shape == value.shape
+    assert torch.equal(decoded.reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8))
     turned = torch.arange(6.0).reshape(2, 3).t()
     assert torch.equal(from_bytes(to_bytes(turned)), turned)
 
@@ -76,9 +76,9 @@ def test_structs_errors_and_reports_of_saves_come_back() -> None:
     trace = Trace(source="simulated", spans=(Span(0, "compute", "mm", 0.0, 1.0),))
     assert from_bytes(to_bytes(trace)) == trace
     for error in (DamagedCheckpointError("is damaged", where="x", remedy="y"), DiskError("full"), _OwnError("mine")):
-        found = from_bytes(to_bytes(error))
-        assert str(found) == str(error)
-        assert isinstance(error, type(found))
+        decoded = from_bytes(to_bytes(error))
+        assert str(decoded) == str(error)
+        assert isinstance(error, type(decoded))
 
 
 class _OwnError(MeshwrightError):

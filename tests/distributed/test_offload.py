@@ -55,7 +55,7 @@ def both(layout: str, names: list[str]) -> list[tuple[str, bool, int, int]]:
     for name in names:
         plain, trainer = trained(LAYOUTS[layout], OPTIMIZERS[name])
         there, other = trained(mw.Layout(**{**_fields(LAYOUTS[layout]), "offload": "optimizer"}), OPTIMIZERS[name])
-        same = [float(one) for one in plain.losses] == [float(one) for one in there.losses]
+        same = [float(loss) for loss in plain.losses] == [float(loss) for loss in there.losses]
         same = same and all(torch.equal(value, there.state[key]) for key, value in plain.state.items())
         assert other._offloader is not None
         found.append((name, same, _state_bytes(trainer), other._offloader.host_bytes))
@@ -107,8 +107,8 @@ def test_two_chunks_are_on_the_device_at_most() -> None:
 
     with mock.patch.object(offload, "CHUNK_BYTES", 32), mock.patch.object(optimizer, "step", counted):
         for _ in range(2):
-            for one in parameters:
-                one.grad = torch.ones(4)
+            for parameter in parameters:
+                parameter.grad = torch.ones(4)
             offloader.step(optimizer, parameters)
     assert live == [2, 2, 2, 4, 4, 2], "in the first step nothing is there to be brought"
     assert offloader.host_bytes == 6 * 2 * 16
@@ -119,7 +119,7 @@ def test_a_parameter_without_a_gradient_stays() -> None:
     optimizer = torch.optim.SGD(parameters, lr=1.0)
     parameters[1].grad = torch.ones(4)
     Offloader(CpuKind()).step(optimizer, parameters)
-    assert [float(one.detach().sum()) for one in parameters] == [4.0, 0.0]
+    assert [float(parameter.detach().sum()) for parameter in parameters] == [4.0, 0.0]
 
 
 def test_checkpoints_go_on_with_and_without(tmp_path: Path) -> None:
@@ -180,8 +180,8 @@ def test_the_planner_takes_it_where_memory_demands_and_it_may() -> None:
     tight = 0.85 * roomy.prediction.peak_memory_bytes
     with pytest.raises(LayoutError, match="no layout fits"):
         mw.plan(graph, cluster, devices=1, memory_bytes=tight)
-    found = mw.plan(graph, cluster, devices=1, memory_bytes=tight, offload=True)
-    assert found.offload == "optimizer"
-    assert found.prediction is not None
-    assert found.prediction.peak_memory_bytes <= tight
-    assert found.prediction.step_s > roomy.prediction.step_s
+    planned = mw.plan(graph, cluster, devices=1, memory_bytes=tight, offload=True)
+    assert planned.offload == "optimizer"
+    assert planned.prediction is not None
+    assert planned.prediction.peak_memory_bytes <= tight
+    assert planned.prediction.step_s > roomy.prediction.step_s

@@ -152,9 +152,9 @@ def all_trained(layout: mw.Layout) -> dict[str, float]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_equals_one_process(ranks: Ranks, layout: str) -> None:
-    for found in ranks(LAYOUTS[layout].num_ranks, all_trained, LAYOUTS[layout]):
-        assert found.keys() == MODELS.keys()
-        assert {name: error for name, error in found.items() if not error <= oracle.TOLERANCE} == {}
+    for result in ranks(LAYOUTS[layout].num_ranks, all_trained, LAYOUTS[layout]):
+        assert result.keys() == MODELS.keys()
+        assert {name: error for name, error in result.items() if not error <= oracle.TOLERANCE} == {}
 
 
 class Offsets(Bags):
@@ -186,7 +186,7 @@ def test_what_has_no_rule_says_so(model: nn.Module, name: str) -> None:
 
 def test_bags_of_other_forms_stay_as_they_are() -> None:
     graph = mw.capture(Offsets(mode="sum"), loss_of, batch_of("bags"))
-    assert "aten._embedding_bag.default" in {one.target for one in graph.operators}
+    assert "aten._embedding_bag.default" in {operator.target for operator in graph.operators}
 
 
 class Refused(Bags):

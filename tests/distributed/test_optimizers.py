@@ -74,9 +74,9 @@ def train_with(layout: mw.Layout, names: tuple[str, ...]) -> dict[str, LargestEr
 @pytest.mark.parametrize(("layout", "names"), CASES, ids=str)
 def test_every_optimizer_equals_one_process(ranks: Ranks, layout: str, names: tuple[str, ...]) -> None:
     results = ranks(LAYOUTS[layout].num_ranks, train_with, LAYOUTS[layout], names)
-    for rank, found in enumerate(results):
-        assert set(found) == set(names)
-        for name, one in found.items():
+    for rank, result in enumerate(results):
+        assert set(result) == set(names)
+        for name, one in result.items():
             assert one.error <= oracle.TOLERANCE, f"{name}, rank {rank}: {one}"
             assert one.values == results[0][name].values, "every rank reports the same loss"
             assert one.moved > 1e-3, f"{name} trained the parameters"

@@ -13,7 +13,7 @@ from torch.nn.attention.varlen import varlen_attn
 import meshwright as mw
 from meshwright.capture.builder import capture
 from meshwright.ir.attention import Band
-from meshwright.ops.attention_scores import Settings, plain, plain_backward
+from meshwright.ops.attention_scores import ScoreSettings, plain, plain_backward
 from meshwright.ops.packed_attention import _hidden
 from tests.distributed import oracle
 from tests.distributed.lockstep import run_step
@@ -78,7 +78,7 @@ def test_packed_sequences_are_attended_to_alone(layout: str, window: str) -> Non
     model = Packed(WINDOWS[window])
     batch = {"x": torch.randn(sum(LENGTHS), 8, dtype=torch.float64), "bounds": BOUNDS}
     captured = capture(model, loss_of, batch)
-    targets = {one.target for one in captured.graph.operators}
+    targets = {operator.target for operator in captured.graph.operators}
     assert {"meshwright.attention_packed.default", "meshwright.attention_packed_backward.default"} <= targets
     plan = plan_of(captured.graph, LAYOUTS[layout], LAYOUTS[layout].num_ranks)
     values = {name: value.detach().clone() for name, value in model.named_parameters()}
@@ -104,7 +104,7 @@ def test_one_mask_hides_the_other_sequences(causal: bool, window: int) -> None:
     gradients = ours.attention_packed_backward(grad, query, key, value, output, logsumexp, *rest)
     mask = _hidden(query, key, BOUNDS, key_bounds, causal, window)
     queries, keys, values, turned = (one.transpose(0, 1).unsqueeze(0) for one in (query, key, value, grad))
-    settings = Settings(Band(12, 15), 0.5)
+    settings = ScoreSettings(Band(12, 15), 0.5)
     masked, statistics = plain(queries, keys, values, mask, settings)
     expected = plain_backward(turned, queries, keys, values, mask, masked, statistics, settings)
     torch.testing.assert_close(logsumexp, statistics[0])

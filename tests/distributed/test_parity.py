@@ -34,19 +34,19 @@ def compare_with_casts_as_they_come(case: Case) -> LargestErrors:
 @pytest.mark.parametrize("case", [*PAIRWISE, *CHOSEN], ids=str)
 def test_parallel_equals_one_process(ranks: Ranks, case: Case) -> None:
     results = ranks(case.num_ranks, compare, case)
-    for rank, found in enumerate(results):
-        assert found.error <= oracle.TOLERANCE, f"rank {rank}: {found}"
-        assert found.values == results[0].values, "every rank reports the same loss"
-        assert found.moved > 1e-3, "the parameters were trained"
-        assert all(norm > oracle.MAX_GRAD_NORM for norm in found.norms), "clipping clipped"
-        assert bool(found.norms) == (case.clipping == "clipped")
-        assert bool(found.num_split) == ("tp2" in case.layout)
+    for rank, result in enumerate(results):
+        assert result.error <= oracle.TOLERANCE, f"rank {rank}: {result}"
+        assert result.values == results[0].values, "every rank reports the same loss"
+        assert result.moved > 1e-3, "the parameters were trained"
+        assert all(norm > oracle.MAX_GRAD_NORM for norm in result.norms), "clipping clipped"
+        assert bool(result.norms) == (case.clipping == "clipped")
+        assert bool(result.num_split) == ("tp2" in case.layout)
 
 
 @pytest.mark.parametrize("case", HUGGING_FACE, ids=str)
 def test_hugging_face_loss_in_float32_equals_plain_eager(ranks: Ranks, case: Case) -> None:
-    for found in ranks(case.num_ranks, compare_with_casts_as_they_come, case):
-        assert found.error <= 1e-5, found
+    for result in ranks(case.num_ranks, compare_with_casts_as_they_come, case):
+        assert result.error <= 1e-5, result
 
 
 def test_pairwise_cases_hold_every_pair() -> None:

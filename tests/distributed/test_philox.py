@@ -219,8 +219,8 @@ def train_all() -> list[Any]:
 def test_a_step_with_dropout_is_the_same_under_every_layout(ranks: Ranks) -> None:
     """Also with micro-batches, recomputation, pipelines, and a batch that does not divide."""
     expected = {size: train(mw.Layout(), size) for size in (7, 8)}
-    for found in ranks(2, train_all):
-        for number, (losses, state) in enumerate(found):
+    for result in ranks(2, train_all):
+        for number, (losses, state) in enumerate(result):
             serial_losses, serial_state = expected[7 if number == len(LAYOUTS) else 8]
             assert losses == pytest.approx(serial_losses, rel=1e-12), number
             if state:

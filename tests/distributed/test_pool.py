@@ -96,9 +96,9 @@ def test_nothing_is_carried_from_one_call_to_the_next(ranks: Ranks) -> None:
     expected = ranks(2, random_numbers_after_an_exchange)
     assert torch.equal(expected[0], expected[1])
     ranks(2, leave_a_mess)
-    found = ranks(2, random_numbers_after_an_exchange)
-    assert found[0].dtype == torch.float32
-    assert torch.equal(torch.stack(found), torch.stack(expected))
+    results = ranks(2, random_numbers_after_an_exchange)
+    assert results[0].dtype == torch.float32
+    assert torch.equal(torch.stack(results), torch.stack(expected))
 
 
 def test_exception_is_reported_with_its_rank_and_traceback(ranks: Ranks) -> None:

@@ -193,7 +193,7 @@ def test_one_rank_equals_autocast(name: str, precision: str) -> None:
 )
 def test_every_layout_computes_the_same(ranks: Ranks, name: str, layout: str, precision: str) -> None:
     results = ranks(LAYOUTS[layout].num_ranks, trained, name, layout, precision)
-    assert all(one.losses == results[0].losses and one.norms == results[0].norms for one in results)
+    assert all(result.losses == results[0].losses and result.norms == results[0].norms for result in results)
     assert difference(results[0], alone(name, precision)) <= limit(name, precision)
 
 
@@ -214,7 +214,7 @@ def in_float64(layout: str) -> float:
     assert trainer.loss_scale.value == scaling.FIRST_SCALE
     serial = gpt()
     run = oracle.in_one_process(oracle.Subject(serial.model.double(), serial.loss_fn, [serial.batch] * STEPS), sgd, 0.1)
-    errors = [abs(one - float(other)) for one, other in zip(losses, run.losses, strict=True)]
+    errors = [abs(loss - float(other)) for loss, other in zip(losses, run.losses, strict=True)]
     return max(*errors, oracle.largest_error(trainer.full_state_dict(all_ranks=True), run.state))
 
 
@@ -271,7 +271,7 @@ def test_a_step_that_overflows_somewhere_is_skipped_everywhere(ranks: Ranks, lay
     assert 0 < first < 8
     assert skipped == [1] * first + [0] * (8 - first), "the scale falls until it fits"
     assert scales == [scaling.FIRST_SCALE / 2 ** min(step + 1, first) for step in range(8)]
-    assert all(one[:3] == (skipped, scales, True) for one in results)
+    assert all(result[:3] == (skipped, scales, True) for result in results)
     alone = skipping("one rank")
     assert alone[:2] == (skipped, scales)
     assert oracle.largest_error(state, alone[3]) <= 4 * ROUNDING["float16"]

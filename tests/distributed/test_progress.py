@@ -13,7 +13,7 @@ from meshwright.comm import backend, groups  # noqa: F401 - backend gives the co
 from meshwright.comm.collective_kind import SLOTS
 from meshwright.comm.transport import stream
 from meshwright.comm.transport.base import MESSAGE_BYTES
-from meshwright.comm.transport.stream import Stream
+from meshwright.comm.transport.stream import LaneChannel
 from meshwright.ops import collectives
 from tests.distributed.pool import Ranks
 
@@ -21,15 +21,15 @@ LARGE = 5 * MESSAGE_BYTES // 8
 """Elements of a tensor of which two slots hold less than half."""
 
 
-def streams(peers: set[int]) -> dict[int, Stream]:
+def streams(peers: set[int]) -> dict[int, LaneChannel]:
     """Streams with room for two messages; a rank that waits for 20 s fails."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stream, "SLOTS", 2)
-        found = groups.channels(peers)
-    for each in found.values():
-        assert isinstance(each, Stream)
+        lanes = groups.channels(peers)
+    for each in lanes.values():
+        assert isinstance(each, LaneChannel)
         each._lane.timeout_s = 20.0
-    return found  # type: ignore[return-value]
+    return lanes  # type: ignore[return-value]
 
 
 def expect_and_wait_elsewhere(waits_in: str) -> bool:

@@ -354,7 +354,9 @@ def _error(name: str, layout: mw.Layout, *, as_users: bool) -> float | str:
     model, data = PROPERTIES[name]().double(), batches()
     plain = copy.deepcopy(model)
     loss_fn = keeping_loss if isinstance(model, Kept) else loss_of
-    optimizer = torch.optim.SGD((one for one in plain.parameters() if one.requires_grad), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(
+        (parameter for parameter in plain.parameters() if parameter.requires_grad), lr=0.1, momentum=0.9
+    )
     try:
         trainer = (mw.parallelize if as_users else sharing_capture(("properties", name)))(
             model, loss_fn, data[0], plan=layout,
@@ -382,9 +384,9 @@ TOGETHER = ("zero3", "dp2 m2", "tp2 m2", "pp2", "pp2 m4 gpipe", "zero1 pp2 m2", 
     "layout", [pytest.param(name, marks=pytest.mark.product) if name in TOGETHER else name for name in LAYOUTS]
 )
 def test_every_property_of_a_model_is_kept(ranks: Ranks, layout: str) -> None:
-    for found in ranks(LAYOUTS[layout].num_ranks, errors_of, layout):
+    for result in ranks(LAYOUTS[layout].num_ranks, errors_of, layout):
         wrong = {}
-        for name, error in found.items():
+        for name, error in result.items():
             refusal = REFUSED.get((name, layout))
             if refusal is not None and not (isinstance(error, str) and refusal in error):
                 wrong[name] = error

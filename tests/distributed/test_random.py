@@ -186,7 +186,7 @@ def test_what_a_rule_of_ones_own_draws_is_drawn_in_every_micro_batch(operator: A
 
     rules = {operator._opoverload: OperatorRule(noise_rule, noise_local, random=says_so)}
     captured = capture(nn.Linear(4, 2), loss_fn, torch.ones(4, 4), rules=rules)
-    prologue = {one.target: one.prologue for one in captured.graph.operators}
+    prologue = {operator.target: operator.prologue for operator in captured.graph.operators}
     assert prologue["aten.cos.default"]
     assert not prologue[str(operator._opoverload)]
     assert not prologue["aten.mul.Tensor"]
@@ -262,7 +262,7 @@ def test_another_mask_in_the_backward_would_be_seen() -> None:
     model, batch = Attentions().double(), torch.randn(4, 6, 8, dtype=torch.float64)
     captured = capture(model, squares, batch)
     operators = list(captured.graph.operators)
-    backward = [k for k, one in enumerate(operators) if one.target == "meshwright.attention_backward.default"]
+    backward = [k for k, operator in enumerate(operators) if operator.target == "meshwright.attention_backward.default"]
     numbers = [operators[k].arguments.rpartition(", ")[2] for k in backward]
     assert len(set(numbers)) == 3
     other = operators[backward[0]].arguments.removesuffix(numbers[0]) + numbers[1]

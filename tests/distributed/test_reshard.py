@@ -13,7 +13,7 @@ from meshwright.comm.backend import TOGETHER_BYTES  # and gives the collective o
 from meshwright.comm.groups import axis_groups, gather_whole
 from meshwright.ir.mesh import AxisGroup, Mesh
 from meshwright.ir.placement import Flat, Partial, Placement, Placements, Replicate, Shard
-from meshwright.ir.resharding import Link
+from meshwright.ir.resharding import AxisLink
 from meshwright.lower.reshard import Resharder, local_part
 from meshwright.ops import collectives
 from tests.distributed.pool import Ranks
@@ -81,7 +81,7 @@ def _reshard(
         return target(*args, **kwargs)
 
     wrong = []
-    links = {axis: Link() for axis in groups}
+    links = {axis: AxisLink() for axis in groups}
     for seed, have, want in cases:
         partial = [axis for axis, placement in have.items() if isinstance(placement, Partial)]
         op = next((p.op for p in have.values() if isinstance(p, Partial)), "sum")
@@ -103,7 +103,7 @@ def test_every_rank_ends_with_its_part(ranks: Ranks, algorithm: str) -> None:
     chooser = random.Random(0)
     every = [dict(zip(("dp", "tp"), pair, strict=True)) for pair in itertools.product(CHOICES, CHOICES)]
     sources = [one for one in every if _legal(one)]
-    targets = [one for one in sources if not any(isinstance(placement, Partial) for placement in one.values())]
+    targets = [source for source in sources if not any(isinstance(placement, Partial) for placement in source.values())]
     pairs = list(itertools.product(sources, targets))
     doubled = [pair for pair in pairs if _doubled(pair[0]) or _doubled(pair[1])]
     chosen = chooser.sample(pairs, 250) + chooser.sample(doubled, 150)
@@ -134,13 +134,13 @@ def test_uneven_parts_are_resharded_too(ranks: Ranks, num_ranks: int, tp: int) -
     every = [dict(zip(axes, pair, strict=True)) for pair in itertools.product(UNEVEN_CHOICES, repeat=len(axes))]
 
     def legal(placements: Placements) -> bool:
-        shards = [one for one in placements.values() if isinstance(one, Shard)]
-        apart = len({one.dim for one in shards}) == len(shards) or all(one in nested for one in shards)
+        shards = [placement for placement in placements.values() if isinstance(placement, Shard)]
+        apart = len({shard.dim for shard in shards}) == len(shards) or all(shard in nested for shard in shards)
         same = len(set(shards)) == 1  # two axes, one factor: of three elements, a rank has none
         return (apart or same) and list(placements.values()).count(Flat()) < 2
 
     sources = [one for one in every if legal(one)]
-    targets = [one for one in sources if not any(isinstance(placement, Partial) for placement in one.values())]
+    targets = [source for source in sources if not any(isinstance(placement, Partial) for placement in source.values())]
     pairs = list(itertools.product(sources, targets))
     cases = [(seed, *pair) for seed, pair in enumerate(chooser.sample(pairs, min(len(pairs), 250)))]
     for wrong in ranks(num_ranks, _reshard, cases, "native", UNEVEN, tp):
@@ -157,12 +157,12 @@ def _in_parts(algorithm: str, sizes: dict[str, int], shapes: list[tuple[int, ...
     groups = axis_groups(Mesh.of(**sizes), torch.distributed.get_rank(), {"dp": algorithm})
     group, generator = groups["dp"], torch.Generator().manual_seed(0)
     terms = [torch.randn(group.size, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    mine = [one[group.index].clone() for one in terms]
-    parts = [local_part(one.sum(0), {"dp": Flat()}, groups) for one in terms]
+    mine = [term[group.index].clone() for term in terms]
+    parts = [local_part(term.sum(0), {"dp": Flat()}, groups) for term in terms]
     options = group.name, group.size, group.algorithm
     wrong = []
     reduced = collectives.WAIT(collectives.REDUCE_TO_PARTS(mine, *options))
-    if not torch.allclose(reduced, torch.cat([one.flatten() for one in parts]), rtol=0, atol=1e-12):
+    if not torch.allclose(reduced, torch.cat([part.flatten() for part in parts]), rtol=0, atol=1e-12):
         wrong.append("reduced to parts")
     flat = collectives.WAIT(collectives.GATHER_PARTS(parts, *options))
     for one, part, whole in zip(terms, parts, flat.split([group.size * part.numel() for part in parts]), strict=True):

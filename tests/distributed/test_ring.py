@@ -153,7 +153,9 @@ def test_windows_and_shared_keys_are_those_of_serial_attention(layout: str, wind
     torch.manual_seed(2)
     model, batch = Grouped(12, window), {"x": torch.randn(2, 1, 12, 1, dtype=torch.float64)}
     captured = capture(model, loss_of, batch)
-    attention = next(one for one in captured.graph.operators if one.target == "meshwright.attention.default")
+    attention = next(
+        operator for operator in captured.graph.operators if operator.target == "meshwright.attention.default"
+    )
     assert len(attention.inputs) == 3, "the mask is a window"
     assert attention.arguments.endswith(f", True, 0.5, 0, 1, {window}" if window else ", True, 0.5, 0, 1")
     plan = plan_of(captured.graph, LAYOUTS[layout], LAYOUTS[layout].num_ranks)

@@ -117,9 +117,9 @@ def compared(serial: Subject, parallel: Subject, layout: mw.Layout, key: object 
 
 @pytest.mark.parametrize(("model", "layout"), CASES, ids=lambda value: value if isinstance(value, str) else "")
 def test_cut_images_train_as_in_one_process(ranks: Ranks, model: str, layout: mw.Layout) -> None:
-    for found in ranks(layout.num_ranks, train, model, layout):
-        assert found.error <= oracle.TOLERANCE, found
-        assert found.moved > 1e-3
+    for result in ranks(layout.num_ranks, train, model, layout):
+        assert result.error <= oracle.TOLERANCE, result
+        assert result.moved > 1e-3
 
 
 def train_own_rows_first(name: str, layout: mw.Layout) -> oracle.LargestErrors:
@@ -130,7 +130,9 @@ def train_own_rows_first(name: str, layout: mw.Layout) -> oracle.LargestErrors:
     parallel = MODELS[name]()
     share = ("spatial", name)
     graph = oracle.captured(share, parallel).graph
-    every = tuple({starred(one.name): None for one in graph.operators if one.target.startswith("aten.convolution")})
+    every = tuple(
+        {starred(operator.name): None for operator in graph.operators if operator.target.startswith("aten.convolution")}
+    )
     plan = msgspec.structs.replace(mw.plan(graph, layout=layout), interiors=every)
     before = {key: value.clone() for key, value in serial.model.state_dict().items()}
     optimizer = oracle.OPTIMIZERS["SGD"]
@@ -146,9 +148,9 @@ def train_own_rows_first(name: str, layout: mw.Layout) -> oracle.LargestErrors:
     ("model", "layout"), [("U-Net", mw.Layout(spatial=(2,))), ("ResNet", mw.Layout(spatial=(2, 2)))], ids=str
 )
 def test_so_they_do_where_own_rows_are_convolved_first(ranks: Ranks, model: str, layout: mw.Layout) -> None:
-    for found in ranks(layout.num_ranks, train_own_rows_first, model, layout):
-        assert found.error <= oracle.TOLERANCE, found
-        assert found.moved > 1e-3
+    for result in ranks(layout.num_ranks, train_own_rows_first, model, layout):
+        assert result.error <= oracle.TOLERANCE, result
+        assert result.moved > 1e-3
 
 
 def train_on_parts(layout: mw.Layout) -> tuple[list[float], dict[str, tuple[slice, ...]]]:
@@ -162,7 +164,7 @@ def train_on_parts(layout: mw.Layout) -> tuple[list[float], dict[str, tuple[slic
             subject.model, subject.loss_fn, subject.batches[0], plan=layout, optimizer=oracle.OPTIMIZERS["SGD"]
         )
         parts = trainer.input_parts
-        batches = [{name: one[name][parts[name]] for name in one} if local else one for one in subject.batches]
+        batches = [{name: batch[name][parts[name]] for name in batch} if local else batch for batch in subject.batches]
         losses.append([float(trainer.step(batch, local=local)) for batch in batches])
     return [one - other for one, other in zip(*losses, strict=True)], parts
 
@@ -188,7 +190,7 @@ def planned(name: str, **layout: object) -> mw.Plan:
 
 def test_every_level_of_a_unet_is_cut() -> None:
     plan = planned("U-Net", spatial=(2, 2))
-    choices = {name: (one.get("sy"), one.get("sx")) for name, one in plan.stage.strategies.items()}
+    choices = {name: (strategy.get("sy"), strategy.get("sx")) for name, strategy in plan.stage.strategies.items()}
     levels = ("pool:max_pool2d_with_indices#0", "enlarge.*:convolution#0", "enlarge.*:convolution_backward#1")
     assert {choices[name] for name in levels} == {("yy", "xx")}
     assert all(y and x for name, (y, x) in choices.items() if "convolution" in name or "norm:" in name)
@@ -237,8 +239,8 @@ def test_ranks_that_would_be_left_without_output_are_told(
 
 def test_what_is_whole_where_others_are_cut_computes_the_same(ranks: Ranks) -> None:
     for stride, windows, parts, *_ in COARSE[1:]:
-        for found in ranks(parts, train_coarse, stride, windows, parts):
-            assert found.error <= oracle.TOLERANCE, found
+        for result in ranks(parts, train_coarse, stride, windows, parts):
+            assert result.error <= oracle.TOLERANCE, result
 
 
 def train_coarse(stride: int, windows: int, parts: int) -> oracle.LargestErrors:

@@ -592,8 +592,8 @@ def train_with_dropout(layout: mw.Layout, dropout: float, seed: int = 0) -> list
 def test_dropout_masks_are_equal_on_replicas_and_differ_on_shards(ranks: Ranks, layout: str) -> None:
     chosen = oracle.LAYOUTS[layout]
     results = ranks(num_ranks(chosen), train_with_dropout, chosen, 0.3)
-    for found in results:
-        assert found == results[0], "with unequal masks on replicas, ranks would drift apart"
+    for result in results:
+        assert result == results[0], "with unequal masks on replicas, ranks would drift apart"
     losses = [loss for loss, _, _ in results[0]]
     assert losses[-1] < losses[0] - 0.1, "it learns"
     for _, first, last in results[0]:

@@ -23,7 +23,7 @@ from meshwright.comm.transport.base import MESSAGE_BYTES, Channel, Lane, Trouble
 from meshwright.comm.transport.point_to_point import PointToPoint, TorchLane
 from meshwright.comm.transport.progress import RankStreams
 from meshwright.comm.transport.shared_memory import SharedMemory
-from meshwright.comm.transport.stream import Stream
+from meshwright.comm.transport.stream import LaneChannel
 from meshwright.errors import LostRankError, RankError
 from meshwright.ops import collectives
 from tests.distributed.pool import Ranks, RanksFailedError
@@ -71,7 +71,7 @@ def test_every_byte_arrives(ranks: Ranks, kind: str, slots: int) -> None:
 def _counters_wrap() -> bool:
     transport = _connected()
     transport._num_put = transport._num_taken = 2**32 - 5
-    mine, theirs = transport._mine, transport._theirs
+    mine, theirs = transport._own_segment, transport._peer_segment
     for word in (mine.published, mine.consumed, theirs.published, theirs.consumed):
         word.value = 2**32 - 5
     dist.barrier()
@@ -211,7 +211,7 @@ def _stream(kind: str, slots: int, sizes: tuple[int, ...]) -> bool:
     channel = (
         PointToPoint(_world(), 1 - me, progress)
         if kind == "point to point"
-        else Stream(_connected(slots), progress, me)
+        else LaneChannel(_connected(slots), progress, me)
     )
     into = [torch.empty(size, dtype=torch.int64) for size in sizes]
     works = [channel.receive(one, "early") for one in into[: len(into) // 2]]
@@ -242,7 +242,7 @@ def _between(kind: str, slots: int) -> list[int]:
         else:
             lane = SharedMemory.connect(_world().get_group_store(), "between", me, peer, 60.0, slots)
             assert lane is not None
-            found[peer] = Stream(lane, progress, me)
+            found[peer] = LaneChannel(lane, progress, me)
     number, large = torch.zeros(1, dtype=torch.int64), torch.arange(2 * MESSAGE_BYTES)
     if me == 1:
         heard = []
@@ -277,11 +277,11 @@ def test_a_rank_waits_for_whichever_neighbour_sends_first(ranks: Ranks, kind: st
 def _between_the_dead() -> None:
     """Rank 1 waits for two neighbours, of which one is killed."""
     me = dist.get_rank()
-    found = groups.channels({0, 2} if me == 1 else {1})
+    lanes = groups.channels({0, 2} if me == 1 else {1})
     if me == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     if me == 1:
-        arrivals = [found[peer].receive(torch.zeros(1), f"what rank {peer} sends") for peer in (0, 2)]
+        arrivals = [lanes[peer].receive(torch.zeros(1), f"what rank {peer} sends") for peer in (0, 2)]
         with pytest.raises(LostRankError, match="rank 2: it has ended, and what rank 2 sends is due"):
             wait_for_any([[arrival] for arrival in arrivals])
 
@@ -296,14 +296,14 @@ LARGE = 5 * MESSAGE_BYTES // 8
 """Elements of a tensor of which two slots hold less than half."""
 
 
-def _channels(monkeypatch: pytest.MonkeyPatch, peers: list[int]) -> dict[int, Stream]:
+def _channels(monkeypatch: pytest.MonkeyPatch, peers: list[int]) -> dict[int, LaneChannel]:
     """Streams with room for two messages; a rank that waits for 10 s fails."""
     monkeypatch.setattr(stream, "SLOTS", 2)
-    found = groups.channels(peers)
-    for one in found.values():
-        assert isinstance(one, Stream)
+    lanes = groups.channels(peers)
+    for one in lanes.values():
+        assert isinstance(one, LaneChannel)
         one._lane.timeout_s = 10.0
-    return found  # type: ignore[return-value]
+    return lanes  # type: ignore[return-value]
 
 
 def _in_a_circle(waits: str) -> bool:

@@ -16,7 +16,7 @@ from meshwright.catalog import load_cluster
 from meshwright.errors import LayoutError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.files import decode, encode_json
-from meshwright.ir.level import Level, Member
+from meshwright.ir.level import Level, LevelMembers
 from meshwright.models import GPT, GPTConfig, language_model_loss
 from tests.distributed import oracle
 from tests.distributed.oracle import LargestErrors, Subject
@@ -129,7 +129,7 @@ def fast_and_slow() -> Cluster:
         peak_flops_per_s={name: 3 * peak for name, peak in known.device.peak_flops_per_s.items()},
         memory_bandwidth_bytes_per_s=3 * known.device.memory_bandwidth_bytes_per_s,
     )
-    members = (Member(count=1, device=fast), Member(count=1, levels=known.levels))
+    members = (LevelMembers(count=1, device=fast), LevelMembers(count=1, levels=known.levels))
     inside = known.levels[-1]
     network = Level(
         name="network", fan_out=2, alpha_s=inside.alpha_s, beta_s_per_byte=inside.beta_s_per_byte, members=members

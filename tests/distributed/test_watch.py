@@ -168,7 +168,7 @@ def run_by(algorithm: str, directory: Path, begins: str, ends: int, slows: bool)
             )  # fmt: skip
 
         plan = made(mw.Layout(dp=4)).plan
-        buckets = tuple(msgspec.structs.replace(one, algorithm=algorithm) for one in plan.buckets)
+        buckets = tuple(msgspec.structs.replace(bucket, algorithm=algorithm) for bucket in plan.buckets)
         trainer = made(msgspec.structs.replace(plan, algorithms={"dp": algorithm}, buckets=buckets))
         if begins:
             trainer.load(directory / begins)
@@ -185,9 +185,9 @@ def run_by(algorithm: str, directory: Path, begins: str, ends: int, slows: bool)
 def test_a_resumed_run_goes_on_by_the_amended_plan_bit_by_bit(ranks: Ranks, tmp_path: Path) -> None:
     whole, *others = ranks(4, run_by, "ring", tmp_path, "", STEPS, True)
     assert whole.plan.amendments
-    assert {(one.step, one.axis, one.ranks, one.algorithm) for one in whole.plan.amendments} == {
-        (SWITCH + 1, "dp", (0, 1, 2, 3), "butterfly")
-    }
+    assert {
+        (amendment.step, amendment.axis, amendment.ranks, amendment.algorithm) for amendment in whole.plan.amendments
+    } == {(SWITCH + 1, "dp", (0, 1, 2, 3), "butterfly")}
     assert all(other.plan == whole.plan for other in others)
     base = msgspec.structs.replace(whole.plan, amendments=())
     assert base.digest != whole.plan.digest

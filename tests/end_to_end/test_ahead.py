@@ -25,11 +25,11 @@ from meshwright.ops import collectives
 from meshwright.planner.ahead import ALIKE, DEPTHS, USUAL, look_ahead
 from meshwright.planner.explicit import adapt_plan
 from meshwright.planner.foretell import foretell
-from meshwright.runtime.dry_run import Job, _world, rehearse
+from meshwright.runtime.dry_run import DryRunJob, _world, rehearse
 from meshwright.runtime.fake_operators import DEVICE
 from meshwright.runtime.rehearsal import Rehearsal
 from meshwright.runtime.rehearsed_graphs import RehearsedGraphs
-from meshwright.schedules.rendezvous import Awaited, Started
+from meshwright.schedules.rendezvous import Awaited, StartedOperation
 from tests.distributed import oracle
 from tests.end_to_end import dry_run_cases
 
@@ -106,14 +106,14 @@ def check_gathers(ahead: int) -> int:
     """Check the order of gathers; return the number of kernels that run during gathers."""
     subject, captured = deep_mlp()
     plan = planned(mw.Layout(dp=2, zero=3, microbatches=2), ahead)
-    job = Job(
+    job = DryRunJob(
         subject.model, subject.loss_fn, subject.batches[0], captured, plan, adapt_plan, oracle.OPTIMIZERS["AdamW"]
     )
-    found = rehearse(job, 0)
-    assert not found.findings
+    rehearsed = rehearse(job, 0)
+    assert not rehearsed.findings
     gathers, begun, ends, kernels = dict[int, int](), 0, list[int](), 0
-    for entry in found.streams["step 2"]:
-        if isinstance(entry, Started) and "allgather" in entry.kind:
+    for entry in rehearsed.streams["step 2"]:
+        if isinstance(entry, StartedOperation) and "allgather" in entry.kind:
             gathers[entry.number] = begun
             begun += 1
         elif isinstance(entry, Awaited) and entry.number in gathers:
@@ -141,8 +141,8 @@ def test_the_planner_takes_the_best_number_that_fits() -> None:
     given = planned(mw.Layout(dp=8, zero=3), USUAL)
     steps: dict[int, tuple[float, int]] = {}
     for depth in DEPTHS:
-        found = foretell(lower, msgspec.structs.replace(given, prefetch=depth), cluster, optimizer=ADAMW)
-        steps[depth] = found.played.step_s, found.peak.peak_bytes
+        forecast = foretell(lower, msgspec.structs.replace(given, prefetch=depth), cluster, optimizer=ADAMW)
+        steps[depth] = forecast.played.step_s, forecast.peak.peak_bytes
     for limit in {0, *(peak for _, peak in steps.values())}:
         fitting = {depth: step_s for depth, (step_s, peak) in steps.items() if peak <= limit}
         chosen = look_ahead(lower, given, cluster, ADAMW, limit)
@@ -160,8 +160,8 @@ def test_stages_of_different_sizes_have_graphs_and_gathers_ahead() -> None:
     plan = mw.plan(captured.graph, load_cluster(CLUSTER), devices=6, layout=layout)
     assert plan.graphs, "launches take most of this step"
     assert any(note.module == "launches" for note in plan.notes)
-    found = mw.dry_run(subject.model, subject.loss_fn, subject.batches[0], plan=plan, cluster=CLUSTER, ranks=(0, 5))
-    assert found.clean, found.findings
+    report = mw.dry_run(subject.model, subject.loss_fn, subject.batches[0], plan=plan, cluster=CLUSTER, ranks=(0, 5))
+    assert report.clean, report.findings
     smaller = adapt_plan(plan, captured.graph)
     assert (smaller.graphs, smaller.prefetch) == (plan.graphs, plan.prefetch)
 

@@ -24,17 +24,17 @@ from meshwright.planner.candidates import Space, more_microbatches, runs
 from meshwright.planner.layout_search import Search
 from meshwright.planner.time_limit import TimeLimit
 from meshwright.worked import alpa
-from meshwright.worked.alpa import KINDS, Compared, Found, Pair, Sizes
+from meshwright.worked.alpa import KINDS, AlpaPair, Compared, PlannerResult, Sizes
 
-TINY = Pair("gpt", "tiny", Sizes(4, 64, 4), 2, (1.0, 1.0, 1.0, 1.0), batch=32)
-SPARSE = Pair("moe", "tiny", Sizes(2, 64, 4, 4), 2, (1.0, 1.0, 1.0, 1.0), batch=64)
+TINY = AlpaPair("gpt", "tiny", Sizes(4, 64, 4), 2, (1.0, 1.0, 1.0, 1.0), batch=32)
+SPARSE = AlpaPair("moe", "tiny", Sizes(2, 64, 4, 4), 2, (1.0, 1.0, 1.0, 1.0), batch=64)
 
 
 def test_every_planner_of_a_pair_finds_a_plan_in_its_space() -> None:
     said: list[str] = []
     result = planned_pair(SPARSE, said.append)
-    layouts = {kind: result.found[kind].layout for kind in KINDS}
-    assert all(found.step_s > 0 for found in result.found.values()), result.found
+    layouts = {kind: result.results[kind].layout for kind in KINDS}
+    assert all(found.step_s > 0 for found in result.results.values()), result.results
     assert all("recompute full" in layout for layout in layouts.values()), layouts
     assert "pp" not in layouts["intra"]
     assert layouts["inter"].startswith("pp2, ")
@@ -57,10 +57,12 @@ def test_the_result_file_judges_errors_winners_and_the_joint_plan(
 ) -> None:
     """Predictions are given: those published, times a factor for each planner."""
 
-    def predicted(pair: Pair) -> Compared:
+    def predicted(pair: AlpaPair) -> Compared:
         each = pair.flops / pair.devices / 1e12
         found = {
-            kind: Found(layout="dp1", step_s=each / rate / factor) if rate else Found(problem="too large")
+            kind: PlannerResult(layout="dp1", step_s=each / rate / factor)
+            if rate
+            else PlannerResult(problem="too large")
             for kind, rate, factor in zip(KINDS, pair.published, factors, strict=True)
         }
         return Compared(pair, found)
@@ -74,7 +76,7 @@ def test_the_result_file_judges_errors_winners_and_the_joint_plan(
 
 
 def test_models_have_the_published_sizes() -> None:
-    def billions(pair: Pair) -> float:
+    def billions(pair: AlpaPair) -> float:
         tied = alpa.VOCABULARY[pair.family] * pair.sizes.width  # the names count one matrix of embedding and head
         return (sum(parameter.numel() for parameter in model_of(pair).parameters()) - tied) / 1e9
 

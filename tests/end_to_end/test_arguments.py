@@ -102,6 +102,6 @@ def warnings_of(optimizer: Any) -> list[str]:
 
 def test_unknown_optimizer_over_split_parameters_is_warned_of(ranks: Ranks) -> None:
     assert ranks(2, warnings_of, torch.optim.AdamW) == [[], []]
-    for found in ranks(2, warnings_of, Whitening):
-        assert len(found) == 1
-        assert "Whitening may not update every element independently" in found[0]
+    for result in ranks(2, warnings_of, Whitening):
+        assert len(result) == 1
+        assert "Whitening may not update every element independently" in result[0]

@@ -37,10 +37,10 @@ class Traffic(TorchDispatchMode):
         result = target(*args, **(kwargs or {}))
         self.fused |= "flash" in str(target)
         if not any(one.alias_info and not one.alias_info.is_write for one in target._schema.returns):  # no view
-            tensors = [one for one in tree_leaves((args, kwargs, result)) if isinstance(one, torch.Tensor)]
+            tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
             # logsumexp is four kernels: maximum, difference, exponential, sum
             times = 6 if "logsumexp" in str(target) else 1
-            self.num_bytes += sum(times * one.numel() * one.element_size() for one in tensors)
+            self.num_bytes += sum(times * tensor.numel() * tensor.element_size() for tensor in tensors)
         return result
 
 
@@ -87,13 +87,13 @@ def test_only_attention_without_a_fused_kernel_holds_its_scores(microbatches: in
     for cluster in (gpu, cpu):
         found = step_work(programs, plan, cluster).stages[0].workspace_bytes
         assert found >= 3.5 * scores if dropout else found < 2 * scores
-    kernels = [one for phase in programs[0].phases for node in phase.nodes for one in node.kernels]
-    products = [one for one in kernels if one.kind == "matmul"]
+    kernels = [kernel for phase in programs[0].phases for node in phase.nodes for kernel in node.kernels]
+    products = [kernel for kernel in kernels if kernel.kind == "matmul"]
     assert len(products) > 8
-    for one in products:
-        assert one.product is not None
-        m, n, k, batch = one.product
-        assert one.flops == 2 * m * n * k * batch
+    for product in products:
+        assert product.product is not None
+        m, n, k, batch = product.product
+        assert product.flops == 2 * m * n * k * batch
 
 
 def llama_like(heads: int = 8, key_heads: int = 2) -> tuple[nn.Module, dict[str, Tensor]]:

@@ -41,7 +41,7 @@ def serial(parts: Sequence[Tensor], mask: Tensor, grad: Tensor) -> list[Tensor]:
     query, key, value = parts
     leaves = [one.clone().requires_grad_() for one in (query, key, value)]
     shared = query.shape[1] // key.shape[1]
-    keys, values = (one.repeat_interleave(shared, 1) for one in leaves[1:])
+    keys, values = (leaf.repeat_interleave(shared, 1) for leaf in leaves[1:])
     scores = leaves[0] @ keys.transpose(-2, -1) * 0.3
     terms = (
         torch.zeros(mask.shape, dtype=query.dtype).masked_fill_(~mask, -math.inf) if mask.dtype == torch.bool else mask

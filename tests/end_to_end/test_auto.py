@@ -139,16 +139,16 @@ def test_ranks_share_by_zero_where_memory_demands_it(microbatches: int) -> None:
             assert ideal is not None
             assert not (lighter.holds_too_much(sketch) and ideal.peak_bytes <= limit), "then the ideal cannot fit"
         sketches = [sketch for sketch in map(lighter.idealized, sketches) if lighter.may_fit(sketch)]
-        found = lighter.best([lighter.priced(sketch) for sketch in sketches])
+        best = lighter.best([lighter.priced(sketch) for sketch in sketches])
         for sketch in sketches:
             assert sketch.bound_s <= lighter.priced(sketch).step_s * (1 + 1e-9)
-        shared += bool(found.layout.zero)
-        assert found.peak_bytes <= limit
+        shared += bool(best.layout.zero)
+        assert best.peak_bytes <= limit
         least_again = {  # what is computed again costs time, so that less of it is enough
             zero: next(one for one in every if one.layout.zero == zero and one.peak_bytes <= limit)
             for zero in {one.layout.zero for one in every if one.peak_bytes <= limit}
         }
-        assert found.step_s <= (1 + ALIKE) * min(one.step_s for one in least_again.values())
+        assert best.step_s <= (1 + ALIKE) * min(one.step_s for one in least_again.values())
     assert shared
 
 
@@ -244,10 +244,14 @@ def test_a_plan_tells_why_the_others_lost() -> None:
     assert f"predicted: {plan.prediction.step_s * 1e3:.4g} ms a step" in text
     assert "considered, and not chosen:" in text
     assert len(plan.alternatives) == layout_search.SHOWN
-    for one in plan.alternatives:
-        assert one.layout != layout_text(plan.layout)
-        assert re.search(rf"    {re.escape(one.layout)} +{one.step_s * 1e3:.4g} ms a step, .* GiB a rank, ", text)
-        assert re.search(r"less simple|\d% slower: .* ms more of (computing|communication|waiting)", one.why), one.why
+    for alternative in plan.alternatives:
+        assert alternative.layout != layout_text(plan.layout)
+        assert re.search(
+            rf"    {re.escape(alternative.layout)} +{alternative.step_s * 1e3:.4g} ms a step, .* GiB a rank, ", text
+        )
+        assert re.search(r"less simple|\d% slower: .* ms more of (computing|communication|waiting)", alternative.why), (
+            alternative.why
+        )
 
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.product)])
@@ -257,15 +261,15 @@ def test_what_does_not_fit_says_what_would(world_size: int) -> None:
     with pytest.raises(LayoutError) as caught:
         mw.plan(graph, CLUSTER, devices=world_size, memory_bytes=1e5)
     assert caught.value.where == "memory"
-    found = re.fullmatch(
+    match = re.fullmatch(
         r"no layout fits in [\d.e-]+ GiB for the tensors of a rank; the smallest, (.*), needs ([\d.e-]+) GiB a rank",
         caught.value.problem,
     )
-    assert found is not None, caught.value.problem
+    assert match is not None, caught.value.problem
     needed = min(peak for _, peak in every_layout(world_size, size).values())
-    assert float(found[2]) * 2**30 == pytest.approx(needed, rel=0.01)
-    assert f"give every rank {found[2]} GiB for tensors" in caught.value.remedy
-    limit = float(found[2]) * 2**30 * 1.01
+    assert float(match[2]) * 2**30 == pytest.approx(needed, rel=0.01)
+    assert f"give every rank {match[2]} GiB for tensors" in caught.value.remedy
+    limit = float(match[2]) * 2**30 * 1.01
     plan = mw.plan(graph, CLUSTER, devices=world_size, memory_bytes=limit)
     assert plan.prediction is not None
     assert plan.prediction.peak_memory_bytes <= limit, "the remedy works"
@@ -301,9 +305,9 @@ def test_a_smaller_batch_that_would_fit_is_named() -> None:
     least = re.search(r"needs ([\d.e-]+) GiB", refusal(1e5).problem)
     assert least is not None
     limit = 0.9 * float(least[1]) * 2**30
-    found = re.search(r"or use a global batch of (\d+)", refusal(limit).remedy)
-    assert found is not None
-    batch = int(found[1])
+    result = re.search(r"or use a global batch of (\d+)", refusal(limit).remedy)
+    assert result is not None
+    batch = int(result[1])
     assert 0 < batch < 128
     assert mw.plan(graph(batch), CLUSTER, devices=1, memory_bytes=limit).prediction is not None, "the remedy works"
 
@@ -328,7 +332,7 @@ def test_of_two_alike_data_parallelism_is_simpler_than_mixed_axes() -> None:
     images = {"image": torch.zeros(4, 3, 128, 128), "label": torch.zeros(4, 128, 128, dtype=torch.int64)}
     plan = mw.plan(mw.capture(UNet(2, 16), segmentation_loss, images), CLUSTER, devices=2)
     assert layout_text(plan.layout) == "dp2"
-    (mixed,) = [one for one in plan.alternatives if one.layout == "mixed 2"]
+    (mixed,) = [alternative for alternative in plan.alternatives if alternative.layout == "mixed 2"]
     assert mixed.why.endswith("which is within the accuracy of predictions, and less simple")
 
 
@@ -386,8 +390,8 @@ def test_no_layout_by_hand_is_faster(head: str, cluster: mw.Cluster, devices: in
         model = GPT(config)
         tokens = torch.zeros(8, config.sequence_length, dtype=torch.int64)
     graph = mw.capture(model, language_model_loss, {"tokens": tokens, "targets": tokens})
-    found = quality.compared("GPT", graph, cluster, devices)
-    assert found.notes["slower"] <= ALIKE, found.measured
+    comparison = quality.compared("GPT", graph, cluster, devices)
+    assert comparison.notes["slower"] <= ALIKE, comparison.measured
 
 
 @pytest.mark.parametrize(

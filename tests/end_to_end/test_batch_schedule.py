@@ -51,7 +51,7 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 def rows_of(name: str) -> list[dict[str, Any]]:
-    rows = [json.loads(one) for one in Path("runs", name, "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in Path("runs", name, "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if "loss" in row]
 
 

@@ -55,7 +55,7 @@ def test_steps_fall_as_the_batch_grows_and_the_result_is_honest(
     assert lint(result) == ()
     (found,) = result.findings
     assert isinstance(found, BatchSizes)
-    assert [(one.rule, one.batch) for one in found.points] == [
+    assert [(point.rule, point.batch) for point in found.points] == [
         ("none", 4), ("sqrt", 4), ("none", 8), ("sqrt", 8), ("none", 16), ("sqrt", 16),
     ]  # fmt: skip
     for one in found.points:
@@ -63,10 +63,13 @@ def test_steps_fall_as_the_batch_grows_and_the_result_is_honest(
         assert max(one.losses) <= 4.6
         assert result.settings_of(one.series).sizes["data.batch_size"] == one.batch
     by_rule = {
-        rule: {one.batch: one.steps_to_target for one in found.points if one.rule == rule} for rule in ("none", "sqrt")
+        rule: {point.batch: point.steps_to_target for point in found.points if point.rule == rule}
+        for rule in ("none", "sqrt")
     }
     assert by_rule["sqrt"][16] <= by_rule["none"][16] <= by_rule["none"][4]
-    assert [one.lr for one in found.points if one.rule == "sqrt"] == pytest.approx([0.01, 0.01 * math.sqrt(2), 0.02])
+    assert [point.lr for point in found.points if point.rule == "sqrt"] == pytest.approx(
+        [0.01, 0.01 * math.sqrt(2), 0.02]
+    )
     assert "steps and time to a held-out loss of 4.6; none: " in text
     assert "time to target" in text
     assert result.command.startswith(
@@ -82,7 +85,7 @@ def test_a_target_that_is_not_reached_is_a_result(capsys: pytest.CaptureFixture[
     result = batch_size(run, [4, 8], 0.01, rules=["none"], seeds=2, command="here")
     (found,) = result.findings
     assert isinstance(found, BatchSizes)
-    assert [one.steps for one in found.points] == [(0, 0), (0, 0)]
+    assert [point.steps for point in found.points] == [(0, 0), (0, 0)]
     assert found.measured == (
         "none: no knee: fewer than 3 sizes reached the target, or steps do not follow S + E / batch"
     )
@@ -92,7 +95,7 @@ def test_a_target_that_is_not_reached_is_a_result(capsys: pytest.CaptureFixture[
 def test_cases_scale_the_rate_and_keep_the_samples_of_the_warmup() -> None:
     cases = cases_of(a_run(warmup_steps=10), [8, 32], ["none", "linear", "sqrt"], seeds=2)
     assert [(case.batch, case.rule) for case in cases] == [(8, "none"), (32, "none"), (32, "linear"), (32, "sqrt")]
-    assert [one.train.seed for one in cases[0].runs] == [0, 1]
+    assert [run.train.seed for run in cases[0].runs] == [0, 1]
     assert [case.runs[0].schedule.warmup_steps for case in cases] == [10, 3, 3, 3]
     assert [case.runs[0].lr_factors()[-1] for case in cases] == [1.0, 1.0, 4.0, 2.0]
 
@@ -125,9 +128,9 @@ def found_of(steps: dict[int, tuple[int, ...]], seconds: float = 0.5) -> BatchSi
 
 def test_time_is_steps_by_the_time_of_one_and_a_lost_seed_is_not_left_out() -> None:
     found = found_of({8: (99, 100, 130), 16: (60, 62, 61), 32: (50, 0, 49)})
-    assert [one.steps_to_target for one in found.points] == [100, 61, 0]
-    assert [one.samples_to_target for one in found.points] == [800, 976, 0]
-    assert [one.target_s for one in found.points] == [50.0, 30.5, 0.0]
+    assert [point.steps_to_target for point in found.points] == [100, 61, 0]
+    assert [point.samples_to_target for point in found.points] == [800, 976, 0]
+    assert [point.target_s for point in found.points] == [50.0, 30.5, 0.0]
     assert found.measured.endswith("least time at batch 16 (none): 30.5 s")
 
 

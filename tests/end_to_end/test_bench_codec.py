@@ -20,16 +20,16 @@ SMALL = [
 
 def test_codecs_are_compared_with_dense_gradients(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli(["bench", "codec", "--codec", "qsgd(4)", "--codec", "topk(100%)", "--json", *SMALL]) == 0
-    found = msgspec.json.decode(capsys.readouterr().out, type=Result)
-    assert lint(found) == ()
-    assert shlex.split(found.command)[:3] == ["meshwright", "bench", "codec"]
-    steps = [each for each in found.findings if isinstance(each, Comparison)]
+    decoded = msgspec.json.decode(capsys.readouterr().out, type=Result)
+    assert lint(decoded) == ()
+    assert shlex.split(decoded.command)[:3] == ["meshwright", "bench", "codec"]
+    steps = [each for each in decoded.findings if isinstance(each, Comparison)]
     assert [(each.ours, each.baseline) for each in steps] == [("qsgd(4)", "dense"), ("topk(100%)", "dense")]
     assert all(len(series.seconds) == 5 for each in steps for series in each.series.values())
     sent = steps[0].notes["sent_bytes"]
     elements = sent["dense"] // 4  # with 2 ranks: 2 (P-1)/P is 1
     assert sent["qsgd(4)"] == pytest.approx(codec_of("qsgd(4)").message_bytes(elements, 4), rel=0.01)
-    losses = [each.notes["losses"] for each in found.findings if isinstance(each, Accuracy)]
+    losses = [each.notes["losses"] for each in decoded.findings if isinstance(each, Accuracy)]
     dense, dense_in_time, coded, _, exact, _ = losses
     assert all(len(each) == 2 for each in losses)
     assert exact == pytest.approx(dense, rel=1e-4), "all elements are sent"

@@ -22,23 +22,23 @@ RULES = ["--rule", "sync", "--rule", "server(async)", "--rule", "local(4)"]
 def test_rules_are_compared_in_equal_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "rules.html"
     assert cli(["bench", "consistency", *RULES, "--slow", "1:3.0", "--json", "--page", str(page), *SMALL]) == 0
-    found = msgspec.json.decode(capsys.readouterr().out, type=Result)
-    assert lint(found) == ()
-    assert shlex.split(found.command)[:3] == ["meshwright", "bench", "consistency"]
-    assert "emulated" in found.timed
-    compared = [each for each in found.findings if isinstance(each, Comparison)]
+    decoded = msgspec.json.decode(capsys.readouterr().out, type=Result)
+    assert lint(decoded) == ()
+    assert shlex.split(decoded.command)[:3] == ["meshwright", "bench", "consistency"]
+    assert "emulated" in decoded.timed
+    compared = [each for each in decoded.findings if isinstance(each, Comparison)]
     assert [(each.ours, each.baseline) for each in compared] == 2 * [("server(async)", "sync"), ("local(4)", "sync")]
     assert ["slow 1:3.0" in each.target for each in compared] == [False, False, True, True]
     stale = [{int(steps) for steps in each.notes["staleness"]} for each in compared]
     assert max(stale[2]) > 2, "nobody waits for the slow replica"
     assert max(stale[3]) <= 4, "replicas wait for each other after four steps"
-    losses = [each for each in found.findings if isinstance(each, Accuracy)]
+    losses = [each for each in decoded.findings if isinstance(each, Accuracy)]
     assert len(losses) == 6
     assert all(len(each.notes["losses"]) == 1 for each in losses)
     text = page.read_text()
     assert text.count("<svg") == 2 * (2 + 3)
     assert "server(async)" in text
-    assert found.command.replace('"', "&#34;").replace("'", "&#39;") in text
+    assert decoded.command.replace('"', "&#34;").replace("'", "&#39;") in text
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ from meshwright.schedules.products.bounds import lower_bound
 def test_products_are_timed_beside_the_bound(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli(["bench", "products", "--shape", "tall", "--sides", "32,48", "--ranks", "2", "--repetitions", "5",
                 "--json"]) == 0  # fmt: skip
-    found = msgspec.json.decode(capsys.readouterr().out, type=Result)
-    assert lint(found) == ()
-    assert shlex.split(found.command)[:3] == ["meshwright", "bench", "products"]
-    compared = [each for each in found.findings if isinstance(each, Comparison)]
+    decoded = msgspec.json.decode(capsys.readouterr().out, type=Result)
+    assert lint(decoded) == ()
+    assert shlex.split(decoded.command)[:3] == ["meshwright", "bench", "products"]
+    compared = [each for each in decoded.findings if isinstance(each, Comparison)]
     assert [each.target.partition(":")[0] for each in compared] == ["8x512x8", "12x768x12"]
     for each in compared:
         m, k, n = map(int, each.target.partition(":")[0].split("x"))

@@ -54,10 +54,10 @@ def network(alpha_s: float, byte_s: float, base: mw.Cluster = GPU, algorithm: st
     operations: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter")
     rows = tuple(
         CollectiveTiming(
-            operation=one, algorithm=algorithm, level=base.levels[0].name, ranks=NUM_RANKS, bytes=size,
+            operation=operation, algorithm=algorithm, level=base.levels[0].name, ranks=NUM_RANKS, bytes=size,
             time_s=alpha_s + byte_s * size,
         )
-        for one in operations
+        for operation in operations
         for size in (2**10, 2**30)
     )  # fmt: skip
     return msgspec.structs.replace(base, collectives=rows)
@@ -130,7 +130,7 @@ def test_a_layout_has_buckets_within_the_memory_that_is_given() -> None:
     cluster, layout = network(1e-4, 1e-12), mw.Layout(dp=NUM_RANKS, zero=3)
     free, tight = (mw.plan(mlp(), cluster, layout=layout, memory_bytes=room) for room in (None, 1.0))
     assert tight.gathers == planned(cluster, room_bytes=0, zero=3).gathers
-    assert max(one.num_bytes for one in free.gathers) > max(one.num_bytes for one in tight.gathers)
+    assert max(gather.num_bytes for gather in free.gathers) > max(gather.num_bytes for gather in tight.gathers)
 
 
 def test_the_plan_says_what_other_sizes_cost() -> None:
@@ -144,8 +144,8 @@ def test_the_plan_says_what_other_sizes_cost() -> None:
 def test_a_plan_for_another_batch_keeps_its_buckets() -> None:
     plan = planned(GPU, zero=3)
     again = adapt_plan(plan, mlp(2048))
-    assert [one.parameters for one in again.buckets] == [one.parameters for one in plan.buckets]
-    assert [one.parameters for one in again.gathers] == [one.parameters for one in plan.gathers]
+    assert [bucket.parameters for bucket in again.buckets] == [bucket.parameters for bucket in plan.buckets]
+    assert [gather.parameters for gather in again.gathers] == [gather.parameters for gather in plan.gathers]
 
 
 def test_what_is_foretold_of_a_plan_is_of_its_buckets() -> None:

@@ -32,7 +32,7 @@ from meshwright.lower.plans import PlanLowering
 from meshwright.models import MLP, classification_loss
 from meshwright.runtime import between, calibrate, calibrate_gpus, launch, memory
 from meshwright.runtime import device as devices
-from meshwright.runtime.between import Places, Sizes
+from meshwright.runtime.between import MeasuredSizes, Places
 from meshwright.runtime.calibrate import Effort
 from meshwright.runtime.machine import machine_name
 from meshwright.runtime.measured import Measured, made_cluster, stale
@@ -47,7 +47,7 @@ TINY = Effort(
     flat_sides=(32, 64),
     elements=(2**14, 2**15),
     scale=0.1,
-    between=Sizes(bytes=(64, 4096), repeats=2),
+    between=MeasuredSizes(bytes=(64, 4096), repeats=2),
 )
 
 
@@ -79,7 +79,7 @@ def test_of_sweeps_the_median_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(between, "_sweep", sweep)
     monkeypatch.setattr(between.dist, "get_rank", lambda: 0)
-    rows = between.between(Sizes(bytes=(64, 128), sweeps=3), Places(1, 1), lambda what: None)
+    rows = between.between(MeasuredSizes(bytes=(64, 128), sweeps=3), Places(1, 1), lambda what: None)
     assert {row.bytes: row.time_s for row in rows} == {64: 2.0, 128: 5.0}
 
 
@@ -134,7 +134,7 @@ def test_what_joins_cores_is_measured(found: Cluster) -> None:
     rows = {row.time_s for row in found.collectives if row.operation == "all_reduce" and row.bytes == 64}
     ranks = calibrate.num_ranks()
     assert any(row == pytest.approx(network.collective_s("all_reduce", 64, Group(ranks)), rel=ROUNDING) for row in rows)
-    together = [one for one in found.device.conditions if one.ranks > 1]
+    together = [condition for condition in found.device.conditions if condition.ranks > 1]
     assert [one.ranks for one in together] == [ranks]
     assert set(together[0].efficiency) == set(KINDS)
 
@@ -232,7 +232,7 @@ def test_operands_are_told_apart_from_multiplying(kind: str, flops: float, num_b
 def test_on_a_busy_machine_threads_are_left_out_and_the_spread_is_told() -> None:
     for spread, conditions in ((0.02, [(2, 1), (1, 2)]), (0.8, [(1, 2)])):
         made = made_cluster(measured(spread), measured(0), measured(0), [], ranks=2, cores=2)
-        assert [(one.threads, one.ranks) for one in made.device.conditions] == conditions
+        assert [(condition.threads, condition.ranks) for condition in made.device.conditions] == conditions
         assert made.calibration is not None
         assert made.calibration.spread == pytest.approx(spread)
         assert api.is_busy(made.calibration) == (spread > 0.5)
@@ -510,7 +510,7 @@ def test_calibrated_gpus_are_the_boxes_of_a_larger_run() -> None:
 
 # --- GPUs, whose code runs on a CPU here ------------------------------------------------------------------------------
 
-FEW = calibrate_gpus.Effort(
+FEW = calibrate_gpus.GpuEffort(
     products=(Product(64, 64, 64), Product(32, 64, 16)), elements=(2**14,), lengths=(16, 32), heads=2, width=16,
     copied_bytes=2**12,
 )  # fmt: skip

@@ -109,8 +109,8 @@ def test_every_operator_has_the_source_line_that_called_it(graph: Graph) -> None
 
 
 def test_sequence_numbers_pair_a_backward_operator_with_its_forward(graph: Graph) -> None:
-    forward = {(one.module, one.sequence) for one in graph.operators if not one.backward}
-    backward = [one for one in graph.operators if one.backward]
+    forward = {(operator.module, operator.sequence) for operator in graph.operators if not operator.backward}
+    backward = [operator for operator in graph.operators if operator.backward]
     assert len(backward) > 80
     for operator in backward:
         assert (operator.module, operator.sequence) in forward, operator.name
@@ -141,7 +141,7 @@ def test_tied_parameters_are_one_tensor(graph: Graph) -> None:
     assert graph.tied == {"head.weight": "token_embedding.weight"}
     assert "head.weight" not in graph.parameters
     assert "token_embedding.weight" in named(graph, "head:t#0").inputs
-    gradient = next(one.gradient for one in graph.gradients if one.parameter == "token_embedding.weight")
+    gradient = next(gradient.gradient for gradient in graph.gradients if gradient.parameter == "token_embedding.weight")
     assert gradient == "token_embedding:add#0", "the sum of both uses"
 
 
@@ -172,7 +172,7 @@ def test_parameters_without_gradient() -> None:
             return self.used(self.frozen(x))
 
     graph = capture(Partly(), square, torch.zeros(2, 4)).graph
-    gradients = {one.parameter: one.gradient for one in graph.gradients}
+    gradients = {gradient.parameter: gradient.gradient for gradient in graph.gradients}
     assert gradients["unused.weight"] is None
     assert gradients["used.weight"] is not None
     assert "frozen.weight" not in gradients
@@ -237,7 +237,7 @@ def test_a_fused_projection_is_refined_to_three_times_heads_times_width(model: s
     assert product.rule.pattern == "^(b s) k, ^^k (x h f) -> (b s) (x h f)"
     assert {letter: product.rule.sizes[letter] for letter in "xhf"} == {"x": 3, "h": 2, "f": 8}
     assert graph.tensors[weight].dims == dims
-    attention = next(one for one in graph.operators if one.target == "meshwright.attention.default")
+    attention = next(operator for operator in graph.operators if operator.target == "meshwright.attention.default")
     assert attention.classes["h"] == product.classes["h"]
 
 
@@ -296,7 +296,7 @@ def test_flops_are_those_that_pytorch_counts(name: str) -> None:
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         loss_fn(model, batch())[0].backward()
     counted = sum(operator.flops for operator in graph.operators if operator.target.startswith(COUNTED))
-    attention = sum(one.flops for one in graph.operators if one.target == "meshwright.attention.default")
+    attention = sum(operator.flops for operator in graph.operators if operator.target == "meshwright.attention.default")
     assert bool(attention) == (name == "GPT")
     # our backward of attention computes the scores again, one of the forward's two products
     assert counted == counter.get_total_flops() + attention / 2
@@ -495,7 +495,9 @@ def test_the_model_s_own_recomputation_is_left_to_the_plan(use_reentrant: bool) 
 
     found = capture(Recomputing(), square, torch.zeros(2, 4)).graph
     expected = capture(nn.Sequential(MLP((4, 8, 4))), square, torch.zeros(2, 4)).graph
-    assert Counter(one.target for one in found.operators) == Counter(one.target for one in expected.operators)
+    assert Counter(operator.target for operator in found.operators) == Counter(
+        operator.target for operator in expected.operators
+    )
     assert not [tensor for tensor in found.tensors.values() if tensor.kind == "constant"]
     assert checkpoint(torch.sin, torch.ones(1, requires_grad=True), use_reentrant=False).grad_fn is not None
 

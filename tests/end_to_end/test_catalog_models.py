@@ -123,5 +123,7 @@ def test_transformers(hugging_face: bool) -> None:
     model = make_model("gpt", **GPT2)
     assert graph.num_parameters() == pytest.approx(model.parameters, rel=0.01)
     # The fused attention's backward computes the scores once more: 7 products where the closed form counts 6.
-    attention = sum(one.flops for one in graph.operators if one.target.startswith("meshwright.attention"))
+    attention = sum(
+        operator.flops for operator in graph.operators if operator.target.startswith("meshwright.attention")
+    )
     assert products(graph) + 6 / 7 * attention == pytest.approx(model.step_flops(2), rel=0.01)

@@ -83,9 +83,9 @@ def test_a_frame_around_numbers_is_what_torch_saves(dtype: torch.dtype, sizes: l
     value = (torch.rand(sizes) * 100).to(dtype)
     frame = frame_of(dtype, tuple(sizes))
     data = frame.head + bytes(numbers_of(value)) + frame.ending(checksum(value))
-    found = torch.load(io.BytesIO(data), weights_only=True)
-    assert found.dtype == dtype
-    assert torch.equal(found, value)
+    loaded = torch.load(io.BytesIO(data), weights_only=True)
+    assert loaded.dtype == dtype
+    assert torch.equal(loaded, value)
     assert zipfile.ZipFile(io.BytesIO(data)).testzip() is None, "its checksums are right"
 
 
@@ -290,11 +290,11 @@ def test_torch_makes_a_nested_state_dict_of_our_checkpoint(saved: Path, tmp_path
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp_to_torch_save(data_of(saved), tmp_path / "all.pt")
-    found = torch.load(tmp_path / "all.pt", weights_only=True)
+    loaded = torch.load(tmp_path / "all.pt", weights_only=True)
     model = MLP((6, 8, 4)).double()
-    model.load_state_dict(found["model"])
+    model.load_state_dict(loaded["model"])
     assert same(dict(model.state_dict()), weights(after_one_step()))
-    assert {"momentum_buffer.layers.0.weight"} <= found["optimizer"].keys()
+    assert {"momentum_buffer.layers.0.weight"} <= loaded["optimizer"].keys()
 
 
 @pytest.mark.parametrize("prefix", ["model.", "", "module."])

@@ -98,9 +98,9 @@ def test_a_defect_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setattr(api, "load_cluster", broken)
     assert cli(["clusters", "cpu-local"]) == 1
     text = capsys.readouterr().err
-    found = re.fullmatch(r"meshwright: unexpected ZeroDivisionError: out of order\n  -> .* is in (\S+)\n", text)
-    assert found
-    path = Path(found[1])
+    match = re.fullmatch(r"meshwright: unexpected ZeroDivisionError: out of order\n  -> .* is in (\S+)\n", text)
+    assert match
+    path = Path(match[1])
     assert "in broken" in path.read_text()
     path.unlink()
 
@@ -124,9 +124,9 @@ def test_plan_prints_what_a_rank_runs(capsys: pytest.CaptureFixture[str]) -> Non
     assert re.search(r"  all-reduce over dp \(2 ranks, \w+.*\): [\d.]+ KiB, gradient of ", text)
     assert re.search(r"  receives from the stage before: received \(.*\), [\d.]+ KiB", text)
     assert cli([*words, "--rank", "1", "--json"]) == 0
-    found = files.decode(capsys.readouterr().out.encode(), RankPrograms, where="output")
-    assert [one.stage for one in found.programs] == [0]
-    assert all(node.outputs for node in found.programs[0].phase("forward").nodes)
+    decoded = files.decode(capsys.readouterr().out.encode(), RankPrograms, where="output")
+    assert [program.stage for program in decoded.programs] == [0]
+    assert all(node.outputs for node in decoded.programs[0].phase("forward").nodes)
     assert cli([*words, "--rank", "4"]) == 2
     assert "there is no rank 4" in capsys.readouterr().err
     assert cli(["plan", "llama3-8b", "--cluster", "h100-dgx", "--program"]) == 2
@@ -428,7 +428,7 @@ def test_train_tells_and_keeps_what_it_does(run_file: Path, capsys: pytest.Captu
     assert "starting 1 rank in runs/digits\n" in text
     assert re.search(r"^held out: after step 0: loss \d\.\d{4}, accuracy", text, re.MULTILINE)
     assert text.endswith("checkpoints; `meshwright report runs/digits` makes a page of it\n")
-    rows = [json.loads(one) for one in Path("runs/digits/metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in Path("runs/digits/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]
     assert [row["step"] for row in rows if "held_out" in row] == [0, 6]
     assert rows[-1]["held_out"]["loss"] < rows[0]["held_out"]["loss"]
@@ -438,7 +438,7 @@ def test_train_tells_and_keeps_what_it_does(run_file: Path, capsys: pytest.Captu
     ledger = files.load("runs/digits/ledger.json", Ledger)
     plan = files.load("runs/digits/plan.json", Plan)
     traces = [files.load(f"runs/digits/{name}.json", Trace) for name in ("trace", "predicted")]
-    assert {ledger.plan, *(one.plan for one in traces)} == {plan.digest}
+    assert {ledger.plan, *(trace.plan for trace in traces)} == {plan.digest}
     assert (ledger.num_steps, ledger.predicted_by, ledger.measured_by) == (5, "simulated", "measured")
     assert ledger.measured_step_s > 0
     assert ledger.predicted_step_s == pytest.approx(traces[1].duration_s)
@@ -501,7 +501,7 @@ def test_the_same_command_goes_on_where_the_run_stopped(run_file: Path, capsys: 
     text = capsys.readouterr().out
     assert "going on at step 4 of 6\nchanged since: train.steps: 4 -> 6\n" in text
     stopped, whole = (
-        [json.loads(one) for one in Path(f"{name}/metrics.jsonl").read_text().splitlines()]
+        [json.loads(line) for line in Path(f"{name}/metrics.jsonl").read_text().splitlines()]
         for name in ("runs/digits", "whole")
     )
     losses = [[(row["step"], row["loss"]) for row in rows if "loss" in row] for rows in (stopped, whole)]
@@ -525,7 +525,7 @@ def test_a_factory_and_a_loss_of_ones_own(tmp_path: Path, capsys: pytest.Capture
     )
     assert cli(["train", "mine.toml"]) == 0
     assert re.search(r"step 4/4  loss \S+  grad_norm \S+  samples/s", capsys.readouterr().out)
-    rates = [json.loads(one).get("lr") for one in Path("runs/mine/metrics.jsonl").read_text().splitlines()]
+    rates = [json.loads(line).get("lr") for line in Path("runs/mine/metrics.jsonl").read_text().splitlines()]
     assert rates[1:-1] == pytest.approx([0.1 / 3, 0.2 / 3, 0.1, 0.01])
     assert cli(["train", "mine.toml", "--model.arguments.depth", "2"]) == 2
     assert "model.arguments: mine:net cannot be called with them: got an unexpected" in capsys.readouterr().err

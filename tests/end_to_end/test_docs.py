@@ -237,7 +237,7 @@ def test_commands_on_a_page_exist(page: Path) -> None:
             assert set(words) <= targets, line
         if program == "meshwright":
             name = words[0] if words[0] in known else " ".join(words[:2])
-            options = {"--help", *(option for one in known[name].params for option in one.opts)}
+            options = {"--help", *(option for param in known[name].params for option in param.opts)}
             given = {word.partition("=")[0] for word in words if word.startswith("--")}
             assert given <= options | dotted, line
 
@@ -285,7 +285,11 @@ def test_fused_projection_of_gpt2_is_refined_as_the_pictures_say() -> None:
     with torch.device("meta"):
         model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=16, n_embd=128, n_layer=1, n_head=4))
     graph = capture(model, lambda model, batch: model(**batch).loss, dict.fromkeys(("input_ids", "labels"), TOKENS))
-    rules = {one.name.removeprefix("transformer.h.0.attn"): one.rule for one in graph.operators if one.rule}
+    rules = {
+        operator.name.removeprefix("transformer.h.0.attn"): operator.rule
+        for operator in graph.operators
+        if operator.rule
+    }
     for name in (".c_attn:mm#0", ".c_attn:view#1", ":split#0", ":view#0"):
         assert rules[name].pattern.replace("^", "") in text
     weight = plan(graph, layout=Layout(tp=2)).stage.storage["transformer.h.0.attn.c_attn.weight"]

@@ -32,7 +32,7 @@ from meshwright.runtime.executor import Executor
 from meshwright.runtime.rehearsal import Rehearsal
 from meshwright.runtime.rehearsed_kind import _Copies
 from meshwright.runtime.rehearsed_work import Mark
-from meshwright.schedules.rendezvous import Awaited, Started
+from meshwright.schedules.rendezvous import Awaited, StartedOperation
 from meshwright.torch_private import FakeStore
 from tests.distributed import hugging_face, oracle, pipelines, test_pieces
 from tests.end_to_end import dry_run_cases
@@ -281,7 +281,7 @@ def test_products_in_shared_memory_are_clean_and_their_memory_is_predicted(
     programs = PlanLowering(blocks(precision)[2].graph, box=8)(plan)
     kept = [stage_held(programs, plan, stage, mw.Cluster.load("h100-dgx")) for stage in range(layout.pp)]
     for rank in Marked.made:
-        entries = [entry for entry in rank.stream["step 2"] if isinstance(entry, Started)]
+        entries = [entry for entry in rank.stream["step 2"] if isinstance(entry, StartedOperation)]
         kinds = Counter(entry.kind for entry in entries if entry.communicator.endswith("shared memory"))
         assert min(kinds["fused_all_gather_matmul"], kinds["fused_matmul_reduce_scatter"]) >= 2 // layout.pp
         assert not any(len(entry.messages) > 1 for entry in entries), "no ring of shifts"
@@ -331,7 +331,7 @@ def test_a_trace_marks_every_operation_on_its_own_stream_and_every_copy(
     assert dry_mlp(layout).findings == ()
     for rank in Marked.made:
         entries = rank.stream["step 2"]
-        started = [entry for entry in entries if isinstance(entry, Started)]
+        started = [entry for entry in entries if isinstance(entry, StartedOperation)]
         sent = {each.number for each in started if any(message.sends for message in each.messages)}
         waited = {entry.number for entry in entries if isinstance(entry, Awaited)}
         assert waited == {each.number for each in started} - sent, "a mark's stream is not that of the kernels"

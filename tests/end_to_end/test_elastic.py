@@ -19,7 +19,7 @@ from meshwright.errors import FailedRankError, LaunchError, LostRankError, Meshw
 from meshwright.ir.run import Run
 from meshwright.runtime import lock, memory_copies
 from meshwright.runtime.launchers import Meeting
-from meshwright.runtime.lock import LAUNCHER, Holder, locked
+from meshwright.runtime.lock import LAUNCHER, LockHolder, locked
 from meshwright.runtime.meeting_point import free_port
 from meshwright.runtime.open_files import allow_files
 from meshwright.runtime.ranks import _keep_files
@@ -270,7 +270,7 @@ def test_a_run_on_another_host_is_seen_where_locks_are_not(tmp_path: Path, monke
     """A file system may lock a file on each host alone. The times of the file tell whether its holder lives."""
     monkeypatch.setattr(lock, "BEAT_S", 0.2)
     file = tmp_path / LAUNCHER
-    holder = msgspec.json.encode(Holder("elsewhere", 71, "2026-01-02 03:04:05"))
+    holder = msgspec.json.encode(LockHolder("elsewhere", 71, "2026-01-02 03:04:05"))
     file.write_bytes(holder)
     ended = threading.Event()
     beat = threading.Thread(target=lock._show_life, args=(file, ended))

@@ -403,10 +403,10 @@ def test_a_rank_that_fails_in_step_3_ends_the_run_with_its_own_error(
         run_ranks(train_and_fail, small_run(tmp_path), how, num_ranks=2, directory=tmp_path, again=again)
     assert [error.doing for error in asked] == ([] if how == "refuse" else ["at step 3"]), "mistakes are not repeated"
     assert time.monotonic() - float((tmp_path / "failed").read_text()) < SECONDS
-    found = re.fullmatch(error, str(caught.value))
-    assert found, str(caught.value)
+    match = re.fullmatch(error, str(caught.value))
+    assert match, str(caught.value)
     if how == "raise":
-        assert "in advance\n    raise ValueError" in Path(found[1]).read_text()
+        assert "in advance\n    raise ValueError" in Path(match[1]).read_text()
     assert checkpoints(tmp_path) == ["step-00000002"]
     # Nothing saved is lost: another number of ranks goes on from there.
     result = api.train(small_run(tmp_path))

@@ -58,7 +58,7 @@ def test_a_copy_is_made_once() -> None:
         turned = graph.call_function(aten.t.default, (value,))
         copies = [graph.call_function(aten.reshape.default, (turned, shape)) for shape in ([16], [16], [2, 8], [16])]
         copies[3].meta["backward"] = True  # is computed again
-        return [graph.call_function(aten.exp.default, (one,)) for one in copies]
+        return [graph.call_function(aten.exp.default, (copy,)) for copy in copies]
 
     graph = _traced(build)
     fuse(graph, Recomputation((), {}))

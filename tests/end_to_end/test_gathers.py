@@ -139,7 +139,7 @@ def test_several_microbatches_share_what_stages_1_and_2_gather() -> None:
         assert told(found.functions["forward"].graph) == "x" * LAYERS
         assert told(found.functions["backward"].graph) == each
         assert told(found.functions["reduce"].graph) == once
-        whole = {one.parameter: one.value.shape for one in found.program.accumulators}
+        whole = {accumulator.parameter: accumulator.value.shape for accumulator in found.program.accumulators}
         assert whole["layers.0.weight"] == ((8, 6) if zero == 1 else (4, 6)), "stage 2 sums up parts"
 
 

@@ -18,7 +18,7 @@ from benchmarks.placements import (
     COLUMNS,
     ROWS,
     SHARDED,
-    Row,
+    GoldenRow,
     Sharded,
     assigned,
     is_best,
@@ -33,12 +33,12 @@ from meshwright.planner.intra_op.integer import solve_core
 from meshwright.planner.intra_op.solve import solve, solve_by_trying
 
 
-def named(case: str) -> Row:
+def named(case: str) -> GoldenRow:
     return next(row for row in ROWS if row.case == case)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[f"{row.case} {row.layout.mixed or ''}" for row in ROWS])
-def test_placements_and_collectives_are_those_of_alpa_or_cheaper(row: Row) -> None:
+def test_placements_and_collectives_are_those_of_alpa_or_cheaper(row: GoldenRow) -> None:
     published = plan_row(row, published=True)
     assert problems(row, published) == []
     free = plan_row(row) if row.pins or row.whole else published
@@ -69,7 +69,7 @@ def way_of(operator: Operator, letter: str) -> str:
     return "columns" if letter in right else "samples" if letter else "whole"
 
 
-def tried(row: Row, products: list[str], *axes: str) -> dict[tuple[str, ...], float]:
+def tried(row: GoldenRow, products: list[str], *axes: str) -> dict[tuple[str, ...], float]:
     """The least seconds for every combination of ways to cut these products over the axes, of which globs match the
     names. All other choices are free."""
     found = plan_row(row).assigned

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from meshwright import api, config
-from meshwright.emulation.network import EmulatedNetwork, Place, enter
+from meshwright.emulation.network import EmulatedNetwork, NetworkBox, enter
 from meshwright.errors import LaunchError
 from meshwright.runtime import manifest, meeting_point
 from meshwright.runtime.launchers import Meeting
@@ -32,7 +32,7 @@ sys.exit(run(sys.argv[3:]))
 """
 
 
-def launched(place: Place, path: Path) -> subprocess.Popen[str]:
+def launched(place: NetworkBox, path: Path) -> subprocess.Popen[str]:
     words = ["launch", str(path), "--on", "torchrun"]
     return subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(place.process), str(place.task), *words], stdout=subprocess.PIPE,
@@ -73,7 +73,7 @@ def test_two_hosts_train_as_one_process_and_stop_together(tmp_path: Path) -> Non
     assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], rel=0, abs=1e-9)
 
 
-def problem_in(place: Place, address: str, port: int) -> str:
+def problem_in(place: NetworkBox, address: str, port: int) -> str:
     enter(place)
     error = meeting_point.no_store(address, port, timedelta(seconds=1), "rank 1", RuntimeError("timed out"))
     return str(error)

@@ -140,12 +140,12 @@ def test_repeated_blocks_are_decided_once() -> None:
 
 def test_forward_and_backward_split_the_same_factor() -> None:
     graph, found = gpt(), solved(gpt(), BOXES, dp=8, tp=8)
-    products = [one for one in graph.operators if one.target.startswith("aten.mm.")]
+    products = [operator for operator in graph.operators if operator.target.startswith("aten.mm.")]
     by_sequence: dict[tuple[str, int], set[str]] = {}
-    for one in products:
-        choice = found.strategies[one.name].get("tp", "")
-        if choice in one.classes:
-            by_sequence.setdefault((one.module, one.sequence), set()).add(one.classes[choice])
+    for product in products:
+        choice = found.strategies[product.name].get("tp", "")
+        if choice in product.classes:
+            by_sequence.setdefault((product.module, product.sequence), set()).add(product.classes[choice])
     assert by_sequence
     assert all(len(classes) == 1 for classes in by_sequence.values())
 
@@ -240,4 +240,4 @@ def test_without_pipelines_operators_alone_are_divided() -> None:
     graph, cluster = gpt(), BOX.resized(4)
     plan = mw.plan(graph, cluster, devices=4, memory_bytes=1e15, only="intra")
     assert plan.layout.pp == 1
-    assert not [one for one in plan.alternatives if "pp" in one.layout]
+    assert not [alternative for alternative in plan.alternatives if "pp" in alternative.layout]

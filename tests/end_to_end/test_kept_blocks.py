@@ -132,11 +132,11 @@ def test_the_search_compares_layouts_by_what_their_stages_can_keep() -> None:
     )  # fmt: skip
     try:
         search.run()
-        found = search.best()
+        best = search.best()
     finally:
         search.prices.close()
-    assert found.prediction is not None
-    assert found.prediction.step_s <= (1 + ALIKE) * kept.played.step_s
+    assert best.prediction is not None
+    assert best.prediction.step_s <= (1 + ALIKE) * kept.played.step_s
 
 
 def test_a_plan_that_keeps_everything_stays() -> None:

@@ -95,7 +95,10 @@ def test_steps_are_those_of_the_paper(
     make: Callable[..., torch.optim.Optimizer], rule: str, values: dict[str, Any], adapt_vectors: bool
 ) -> None:
     parameters, gradients = parameters_and_gradients()
-    references = [Reference(one.detach().flatten().tolist(), adapt_vectors or one.dim() > 1) for one in parameters]
+    references = [
+        Reference(parameter.detach().flatten().tolist(), adapt_vectors or parameter.dim() > 1)
+        for parameter in parameters
+    ]
     optimizer = make(parameters, adapt_vectors=adapt_vectors, **values)
     if rule == "lamb":
         said = {"lr": values["lr"], "eps": values["eps"], "decay": values["weight_decay"]}

@@ -70,9 +70,10 @@ def described(graph: Graph, names: dict[str, str]) -> list[object]:
         for op in graph.operators
     ]  # fmt: skip
     tensors = {
-        renamed(name): (one.shape, one.dtype, one.kind, renamed(one.storage)) for name, one in graph.tensors.items()
+        renamed(name): (tensor.shape, tensor.dtype, tensor.kind, renamed(tensor.storage))
+        for name, tensor in graph.tensors.items()
     }
-    gradients = {(renamed(one.parameter), renamed(one.gradient or "")) for one in graph.gradients}
+    gradients = {(renamed(gradient.parameter), renamed(gradient.gradient or "")) for gradient in graph.gradients}
     return [operators, tensors, gradients, list(map(renamed, graph.parameters))]
 
 

@@ -56,9 +56,9 @@ def ends(server: subprocess.Popen[str], tmp_path: Path) -> Ends:
 
 
 def time_of(what: str, said: str) -> float:
-    found = re.search(rf"{what} at ([\d.]+)", said)
-    assert found is not None, said
-    return float(found[1])
+    result = re.search(rf"{what} at ([\d.]+)", said)
+    assert result is not None, said
+    return float(result[1])
 
 
 @pytest.mark.parametrize(

@@ -74,9 +74,13 @@ def test_rows_that_several_operators_read_are_paid_once() -> None:
 
     def halos(other: int) -> list[int]:
         graph = branches(other)
-        found = assign(graph, Mesh.of(m1=2), cluster, PlanLowering(graph))
-        tensors = [one for one in found.formulated.problem.tensors if one.prices.shape[0] == 1 and not one.prices[0, 0]]
-        return [one.prices.shape[1] - 1 for one in tensors if one.prices.shape[1] > 1 and one.maker >= 0]
+        assigned = assign(graph, Mesh.of(m1=2), cluster, PlanLowering(graph))
+        tensors = [
+            tensor
+            for tensor in assigned.formulated.problem.tensors
+            if tensor.prices.shape[0] == 1 and not tensor.prices[0, 0]
+        ]
+        return [tensor.prices.shape[1] - 1 for tensor in tensors if tensor.prices.shape[1] > 1 and tensor.maker >= 0]
 
     assert max(halos(3)) == 2, "rows and columns, whoever reads them: forward twice, and for both weights"
     assert max(halos(5)) == 4, "other windows are other rows"
@@ -84,18 +88,22 @@ def test_rows_that_several_operators_read_are_paid_once() -> None:
 
 def test_elimination_and_the_integer_program_agree() -> None:
     graph = branches()
-    found = assign(graph, Mesh.of(m1=2), mw.Cluster.load(ETHERNET).resized(2), PlanLowering(graph))
-    core = simplify(found.formulated.problem, widest=1)
+    assigned = assign(graph, Mesh.of(m1=2), mw.Cluster.load(ETHERNET).resized(2), PlanLowering(graph))
+    core = simplify(assigned.formulated.problem, widest=1)
     assert len(core.nodes) > 1
     other = solve_core(core)
     assert other.chosen is not None
-    seconds = found.formulated.problem.seconds(core.complete(other.chosen))
-    assert found.solution.seconds == pytest.approx(seconds, rel=1e-6)
+    seconds = assigned.formulated.problem.seconds(core.complete(other.chosen))
+    assert assigned.solution.seconds == pytest.approx(seconds, rel=1e-6)
 
 
 def norms(plan: mw.Plan, graph: Graph) -> set[str]:
     """What batch norms split over the mixed axis, forward and backward."""
-    return {plan.stage.strategy(one.name).get("m1", "") for one in graph.operators if "batch_norm" in one.target}
+    return {
+        plan.stage.strategy(operator.name).get("m1", "")
+        for operator in graph.operators
+        if "batch_norm" in operator.target
+    }
 
 
 def small() -> nn.Module:

@@ -213,7 +213,7 @@ FORMS = {
 def shared(tensor: Tensor, args: tuple[Any, ...]) -> list[bool]:
     """Whose memory a result has."""
     storage = tensor.untyped_storage()._cdata
-    return [one.untyped_storage()._cdata == storage for one in args if isinstance(one, Tensor)]
+    return [argument.untyped_storage()._cdata == storage for argument in args if isinstance(argument, Tensor)]
 
 
 def test_every_operator_that_is_run_on_the_meta_device_is_compared() -> None:

@@ -101,9 +101,9 @@ def run_alone(model: str, plan: mw.Plan, stage: int, schedule: str) -> tuple[Ste
     routes: dict[tuple[int, ActionKind], list[Route]] = {}
     ends: list[Neighbour] = []
     for kind, transfers in lowered.program.transfers.items():
-        for one in transfers:
+        for transfer in transfers:
             ends.append(Neighbour(len(ends)))
-            route = Route(((len(ends) - 1, tuple(slice(0, size) for size in one.value.shape)),))
+            route = Route(((len(ends) - 1, tuple(slice(0, size) for size in transfer.value.shape)),))
             routes.setdefault((stage, kind), []).append(route)
     actions = add_reduction(add_communication(build(schedule, NUM_STAGES, MICROBATCHES)))
     executor = Executor({stage: lowered}, actions, stage, routes, dict(enumerate(ends)), CPU)
@@ -177,7 +177,7 @@ def kept_of(model: str, recompute: str, stage: int) -> dict[str, int]:
 @pytest.mark.parametrize("stage", range(NUM_STAGES))
 def test_selective_recomputation_does_not_keep_attention(stage: int) -> None:
     graph = subject_of("GPT with dropout")[1].graph
-    attention = {one.name for one in graph.operators if one.target.startswith("meshwright.attention.")}
+    attention = {operator.name for operator in graph.operators if operator.target.startswith("meshwright.attention.")}
     everything, selective = (kept_of("GPT with dropout", name, stage) for name in ("none", "selective"))
     assert attention & everything.keys()
     assert selective.keys() == everything.keys() - attention
@@ -198,7 +198,7 @@ def test_full_recomputation_keeps_what_enters_a_block(stage: int) -> None:
 
 
 def named(graph: Graph, name: str) -> Any:
-    return next(one for one in graph.operators if one.name == name)
+    return next(operator for operator in graph.operators if operator.name == name)
 
 
 def block_of(module: str) -> str:
@@ -206,4 +206,4 @@ def block_of(module: str) -> str:
 
 
 def in_block(graph: Graph, name: str) -> bool:
-    return any(one.name == name and block_of(one.module) for one in graph.operators)
+    return any(operator.name == name and block_of(operator.module) for operator in graph.operators)

@@ -219,5 +219,5 @@ def test_a_dry_run_on_gpus_finds_nothing_to_wait_for() -> None:
     )
     plan = msgspec.structs.replace(plan, stages=stages)
     assert any(node.starts is not None and node.starts.kind == "shift" for node in nodes_of(PlanLowering(graph)(plan)))
-    found = mw.dry_run(model, language_model_loss, batch, plan=plan, cluster=H100)
-    assert found.clean, found.findings
+    report = mw.dry_run(model, language_model_loss, batch, plan=plan, cluster=H100)
+    assert report.clean, report.findings

@@ -223,11 +223,11 @@ def test_a_damaged_file_is_never_trusted(
 
 def test_the_plan_of_a_stopped_search_is_not_kept() -> None:
     said: list[str] = []
-    found = mw.plan(
+    planned = mw.plan(
         mlp(), CLUSTER, devices=2, progress=said.append, stop=lambda: any("; best so far: " in text for text in said)
     )
-    assert was_stopped(found)
-    assert re.search(r"\(planner\) +stopped after [\d.]+ s +[1-9]\d* of \d+ layouts were considered", found.explain())
+    assert was_stopped(planned)
+    assert re.search(r"\(planner\) +stopped after [\d.]+ s +[1-9]\d* of \d+ layouts were considered", planned.explain())
     assert not request_of().file.exists()
     assert not was_stopped(plan())
     assert request_of().file.exists()
@@ -262,10 +262,10 @@ def test_bad_numbers_are_refused_although_a_plan_is_kept(searches: list[Graph]) 
 
 def test_the_oldest_plans_are_removed(searches: list[Graph], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_cache, "MOST_PLANS", 3)
-    found = plan()
+    planned = plan()
     requests = [request_of(memory_bytes=float(size)) for size in range(10**9, 10**9 + 5)]
     for request in requests:
-        plan_cache.keep(request, found)
+        plan_cache.keep(request, planned)
         time.sleep(0.01)
     assert [request.file.exists() for request in requests] == [False, False, True, True, True]
     assert not request_of().file.exists()

@@ -42,7 +42,7 @@ def test_products_are_low_and_what_sums_is_float32() -> None:
     assert dtypes["meshwright.attention.default"] == {"bfloat16"}
     for target in ("aten.native_layer_norm.default", "aten._log_softmax.default", "aten.nll_loss_forward.default"):
         assert dtypes[target] == {"float32"}
-    assert {graph.tensors[one.gradient].dtype for one in graph.gradients if one.gradient} == {"float32"}
+    assert {graph.tensors[gradient.gradient].dtype for gradient in graph.gradients if gradient.gradient} == {"float32"}
     assert graph.inputs == captured(None).inputs
     assert captured("float16").inputs == (*graph.inputs, "loss_scale")
 
@@ -159,6 +159,6 @@ def test_convolutions_are_low_and_their_norms_float32() -> None:
         model, lambda net, data: nn.functional.cross_entropy(net(data["image"]), data["label"]), batch,
         precision="bfloat16",
     )  # fmt: skip
-    dtypes = {one.target: graph.tensors[one.outputs[0]].dtype for one in graph.operators}
+    dtypes = {operator.target: graph.tensors[operator.outputs[0]].dtype for operator in graph.operators}
     assert dtypes["aten.convolution.default"] == "bfloat16"
     assert {dtype for target, dtype in dtypes.items() if "batch_norm" in target} == {"float32"}

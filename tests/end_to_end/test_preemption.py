@@ -74,11 +74,11 @@ def test_a_warning_of_one_rank_stops_all_at_one_step(ranks: Ranks, tmp_path: Pat
             for rank in drawn.sample(range(3), drawn.randint(1, 2))
         }
         run = small_run(directory, dp=-1, evaluate_every=3, steps=16, batch=6)
-        found = ranks(3, train_and_be_warned, run, warnings)
-        assert {(first, last) for first, last, _ in found} == {(done, found[0][1])}, "all stop at the same step"
-        assert found[0][1] > done
-        assert all(why for _, _, why in found) or found[0][1] == 16
-        done = found[0][1]
+        results = ranks(3, train_and_be_warned, run, warnings)
+        assert {(first, last) for first, last, _ in results} == {(done, results[0][1])}, "all stop at the same step"
+        assert results[0][1] > done
+        assert all(why for _, _, why in results) or results[0][1] == 16
+        done = results[0][1]
         assert manifest.latest_step(directory / "checkpoints") == done
     assert losses(directory) == losses(whole)
 
@@ -88,8 +88,8 @@ def test_stages_of_a_pipeline_stop_together(ranks: Ranks, tmp_path: Path) -> Non
     whole, directory = tmp_path / "whole", tmp_path / "run"
     ranks(2, train, small_run(whole, dp=1, pp=2, microbatches=4))
     for rank in (0, 1):
-        found = ranks(2, train_and_be_warned, small_run(directory, dp=1, pp=2, microbatches=4), {rank: (2, 15)})
-        assert len({last for _, last, _ in found}) == 1
+        results = ranks(2, train_and_be_warned, small_run(directory, dp=1, pp=2, microbatches=4), {rank: (2, 15)})
+        assert len({last for _, last, _ in results}) == 1
     ranks(2, train, small_run(directory, dp=1, pp=2, microbatches=4))
     assert losses(directory) == losses(whole)
 

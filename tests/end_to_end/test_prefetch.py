@@ -317,11 +317,11 @@ def test_a_rank_that_never_meets_costs_reads_and_not_the_run(monkeypatch: pytest
 
 
 def test_a_stranger_gets_no_samples() -> None:
-    from meshwright.data.peers import Address, Begin, Peer, SampleServer
+    from meshwright.data.peers import Address, Begin, SamplePeer, SampleServer
 
     server = SampleServer("127.0.0.1", lambda sample, begin: (bytearray(b"secret"), 0), 2)
     address = server.address
-    honest, stranger = Peer(1, address), Peer(1, Address(address.host, address.port, "wrong"))
+    honest, stranger = SamplePeer(1, address), SamplePeer(1, Address(address.host, address.port, "wrong"))
     assert honest.get(5, Begin(0, 4)) == (bytearray(b"secret"), 0)
     with pytest.raises(
         LostRankError, match=rf"^{address.host}:{address.port}: it refuses the connection: its job has an"

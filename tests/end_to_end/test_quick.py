@@ -178,7 +178,7 @@ def test_a_model_without_sizes_has_its_first_estimate_in_the_log(
         for seconds, found in ((1.0, False), (2.5, False), (3.0, True), (4.0, False), (9.0, False), (14.0, False)):
             now = 100.0 + seconds
             if found:
-                clock.found("dp8", 0.25, 2.0**30)
+                clock.note_layout("dp8", 0.25, 2.0**30)
             clock.say(f"{seconds:g}")
     best = "; best so far: dp8, 250 ms a step, 1 GiB a rank"
     assert caplog.messages == [f"planning: 3{best}", f"planning: 14{best}"]

@@ -323,6 +323,6 @@ def test_a_model_may_set_itself_up_when_it_is_first_called() -> None:
     model, batch = SetsItselfUp(), torch.ones(2, 4)
     graph = mw.capture(model, lambda model, batch: model(batch).sum(), batch)
     assert [len(layer._forward_hooks) for layer in model.layers] == [1, 1, 1]
-    assert sum(one.target.startswith("aten.mm.") and not one.backward for one in graph.operators) == 3
-    stacked = next(one for one in graph.operators if one.target.startswith(("aten.stack", "aten.cat")))
+    assert sum(operator.target.startswith("aten.mm.") and not operator.backward for operator in graph.operators) == 3
+    stacked = next(operator for operator in graph.operators if operator.target.startswith(("aten.stack", "aten.cat")))
     assert len(stacked.inputs) == 3

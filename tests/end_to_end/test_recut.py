@@ -79,8 +79,8 @@ def test_a_border_moves_or_two_together() -> None:
 def test_the_cut_is_the_best_of_all(layout: mw.Layout) -> None:
     before = option(layout)
     anew = recut_of(before)
-    found = anew.best(anew.before)
-    assert found is not None
+    best = anew.best(anew.before)
+    assert best is not None
     count = len(pipelines().chain.layers)
     seconds = {}
     for borders in itertools.combinations(range(1, count), layout.pp * layout.chunks - 1):
@@ -88,10 +88,10 @@ def test_the_cut_is_the_best_of_all(layout: mw.Layout) -> None:
         other = anew.at(stages)
         assert other is not None
         seconds[borders] = other.step_s
-    assert found.step_s <= (1 + 0.01) * min(seconds.values())
+    assert best.step_s <= (1 + 0.01) * min(seconds.values())
     as_is = anew.at(anew.before)
     assert as_is is not None
-    assert found.step_s <= as_is.step_s
+    assert best.step_s <= as_is.step_s
 
 
 def test_a_cut_that_does_not_fit_is_left_out() -> None:
@@ -99,8 +99,8 @@ def test_a_cut_that_does_not_fit_is_left_out() -> None:
     free = recut_of(before).best(recut_of(before).before)
     assert free is not None
     tight = recut_of(before, limit=free.peak_bytes - 1)
-    found = tight.best(tight.before)
-    assert found is None or found.peak_bytes < free.peak_bytes
+    best = tight.best(tight.before)
+    assert best is None or best.peak_bytes < free.peak_bytes
 
 
 def test_long_steps_and_stages_that_differ_keep_their_cuts() -> None:
@@ -115,9 +115,9 @@ def test_long_steps_and_stages_that_differ_keep_their_cuts() -> None:
 
 def test_the_whole_model_takes_as_long_as_its_layers() -> None:
     before = option(mw.Layout(dp=4, pp=2, microbatches=2))
-    found = recut_of(before).best(recut_of(before).before)
-    assert found is not None
+    best = recut_of(before).best(recut_of(before).before)
+    assert best is not None
     lower = PlanLowering(model())
-    ask = Ask(explains=False, fits_buckets=False, lower=lower, firsts=found.firsts)
-    plan = plan_layout(model(), msgspec.structs.replace(found.layout), world_size=8, cluster=CLUSTER, ask=ask)
-    assert foretell(lower, plan, CLUSTER).played.step_s == pytest.approx(found.step_s, rel=0.045)
+    ask = Ask(explains=False, fits_buckets=False, lower=lower, firsts=best.firsts)
+    plan = plan_layout(model(), msgspec.structs.replace(best.layout), world_size=8, cluster=CLUSTER, ask=ask)
+    assert foretell(lower, plan, CLUSTER).played.step_s == pytest.approx(best.step_s, rel=0.045)

@@ -155,11 +155,11 @@ def test_simulate_compares_rules(run_file: str, capsys: pytest.CaptureFixture[st
     assert lines[0].startswith("4 replicas of one rank: ")
     assert [line.split("  ")[0] for line in lines[2:5]] == ["sync", "server(ssp=3)", "local(4)"]
     assert cli(["simulate", run_file, *rules, *slow, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [row["times"]["rule"] for row in found["rows"]] == ["sync", "server(ssp=3)", "local(4)"]
-    sync, bounded, _ = found["rows"]
+    decoded = json.loads(capsys.readouterr().out)
+    assert [row["times"]["rule"] for row in decoded["rows"]] == ["sync", "server(ssp=3)", "local(4)"]
+    sync, bounded, _ = decoded["rows"]
     assert bounded["speedup"] == pytest.approx(sync["times"]["step_s"] / bounded["times"]["step_s"])
-    assert found["batch_size"] == 32
+    assert decoded["batch_size"] == 32
     assert sync["sample_s"] == pytest.approx(sync["times"]["step_s"] / 32)
     assert max(map(int, bounded["times"]["staleness"])) <= 3
 

@@ -167,7 +167,9 @@ named = pytest.mark.parametrize("arguments", CASES, ids=lambda one: f"{one[0]}-{
 
 
 def as_peer(schedule: Schedule) -> dict[int, list[Any]]:
-    return {rank: [peer._Action.from_str(str(one)) for one in actions] for rank, actions in enumerate(schedule.ranks)}
+    return {
+        rank: [peer._Action.from_str(str(action)) for action in actions] for rank, actions in enumerate(schedule.ranks)
+    }
 
 
 @named
@@ -236,4 +238,4 @@ def theirs(kind: Any, p: int, m: int, v: int = 0) -> list[list[str]]:
 
 
 def ours(name: str, p: int, m: int, v: int = 1) -> list[list[str]]:
-    return [[str(one) for one in actions] for actions in build(name, p, m, v).ranks]
+    return [[str(action) for action in actions] for actions in build(name, p, m, v).ranks]

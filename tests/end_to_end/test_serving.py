@@ -28,7 +28,7 @@ from meshwright.serving.local import tier_rates
 from meshwright.serving.models import InferenceModel, examples_of, items_of, module_of
 from meshwright.serving.on_ray import run_on_ray
 from meshwright.serving.profile import profile, with_profiles
-from meshwright.serving.station import Job, Station, StationLog, played
+from meshwright.serving.station import Station, StationJob, StationLog, played
 from meshwright.serving.wire import Header, Inbox, Outbox
 from meshwright.serving.workflow import Link, Operator, Source, Tier, Variant, Worker, Workflow
 
@@ -129,17 +129,17 @@ def test_profiles_are_written_into_the_file(tmp_path: Path, capsys: pytest.Captu
     reading.save(pictures(), path)
     assert cli(["serve", "profile", str(path), "--device", "laptop"]) == 0
     assert "residual" in capsys.readouterr().out
-    found = reading.load(path)
-    for operator in found.operators:
+    loaded = reading.load(path)
+    for operator in loaded.operators:
         for variant in operator.variants:
             assert set(variant.seconds) == {"core", "laptop"}
             assert variant.seconds["laptop"] > 0
-    assert [one.variants[0].message_bytes for one in found.operators] == [24.0, 12.0]
+    assert [operator.variants[0].message_bytes for operator in loaded.operators] == [24.0, 12.0]
 
 
 def test_profiles_of_other_devices_are_predicted() -> None:
     profiles = profile(pictures(), cluster="a100-80gb-dgx-hdr200x8")
-    assert [one.measured_s for one in profiles] == [0.0, 0.0]
+    assert [profile.measured_s for profile in profiles] == [0.0, 0.0]
     filled = with_profiles(pictures(), profiles, "a100")
     assert filled.operators[0].variants[0].seconds["a100"] == profiles[0].predicted_s > 0
 
@@ -168,7 +168,7 @@ def test_models_that_are_missing_or_refuse_their_inputs_are_named() -> None:
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 
-def in_threads(job: Job) -> list[StationLog]:
+def in_threads(job: StationJob) -> list[StationLog]:
     """All stations of a job in this process."""
     stations = {name: Station(job, name, "127.0.0.1", TOKEN) for name in job.stations}
     addresses = {name: station.address for name, station in stations.items()}
@@ -181,9 +181,9 @@ def test_stations_compute_what_the_models_compute() -> None:
     workflow = pictures()
     plan = choose(workflow)
     assert len(plan.choice("features").workers) == 2
-    job = Job(workflow=workflow, plan=plan, items=11)
+    job = StationJob(workflow=workflow, plan=plan, items=11)
     logs = in_threads(job)
-    modules = {one.name: module_of(one, one.variants[0]).eval() for one in workflow.operators}
+    modules = {operator.name: module_of(operator, operator.variants[0]).eval() for operator in workflow.operators}
     items = {source.name: items_of(source, 8, job.seed) for source in workflow.sources}
     with torch.inference_mode():
         expected = [
@@ -206,7 +206,7 @@ def test_stations_compute_what_the_models_compute() -> None:
 def test_stations_wait_for_items_that_are_not_due_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(station, "PATIENCE_S", 0.6)
     workflow = pictures(rate=1.0)
-    logs = in_threads(Job(workflow=workflow, plan=choose(workflow), items=3, emulate=True))
+    logs = in_threads(StationJob(workflow=workflow, plan=choose(workflow), items=3, emulate=True))
     assert sum(len(log.times) for log in logs if log.operator == "scores") == 3
 
 
@@ -271,7 +271,7 @@ def test_a_plan_runs_on_a_local_ray_cluster() -> None:
         both, tiers=(Tier(name="edge", labels={"place": "street"}),), links=(),
         workers=both.workers[:1], sources=both.sources[:1], operators=both.operators[:1],
     )  # fmt: skip
-    account = run_on_ray(Job(workflow=workflow, plan=choose(workflow), items=12, emulate=True))
+    account = run_on_ray(StationJob(workflow=workflow, plan=choose(workflow), items=12, emulate=True))
     assert len(account.latencies_s) == 12
     assert min(account.latencies_s) >= 0.012
 
@@ -286,7 +286,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(builtins, "__import__", without_ray)
     with pytest.raises(LaunchError, match=r"Ray is not installed(.|\n)*pip install 'meshwright\[ray\]'"):
-        run_on_ray(Job(workflow=pictures(), plan=choose(pictures()), items=2))
+        run_on_ray(StationJob(workflow=pictures(), plan=choose(pictures()), items=2))
 
 
 def test_what_cannot_be_emulated_or_combined_is_named(capsys: pytest.CaptureFixture[str]) -> None:

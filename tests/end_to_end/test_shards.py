@@ -233,7 +233,7 @@ def test_empty_and_scalar_parameters(tmp_path: Path) -> None:
     }
     write(tmp_path / "data", parts)
     found = {
-        name: StoredPart(nn.Parameter(torch.zeros(one.shape)), one.shape, one.chunks) for name, one in parts.items()
+        name: StoredPart(nn.Parameter(torch.zeros(part.shape)), part.shape, part.chunks) for name, part in parts.items()
     }
     read(tmp_path / "data", found)
-    assert all(torch.equal(found[name].value, one.value) for name, one in parts.items())
+    assert all(torch.equal(found[name].value, part.value) for name, part in parts.items())

@@ -111,7 +111,7 @@ def test_each_parameter_has_its_gradient_in_terms_of_its_owners(model: str, plac
     graph = graph_of(model)
     divided = cut(graph, names_at(graph, places))
     made, producers = made_by_stage(graph, divided), graph.producers()
-    left_out = {one.name for one in graph.operators if not one.prologue} - divided.stage_of.keys()
+    left_out = {operator.name for operator in graph.operators if not operator.prologue} - divided.stage_of.keys()
     for entry in graph.gradients:
         assert entry.gradient is not None
         by_stage = divided.terms[entry.parameter]
@@ -143,7 +143,7 @@ def made_by_stage(graph: Graph, divided: Cut) -> list[set[str]]:
 
 def test_a_tied_head_has_a_term_on_both_ends() -> None:
     graph = graph_of("GPT")
-    middle = next(one for one in forward_operators(graph) if one.module == "blocks.1.attention_norm")
+    middle = next(operator for operator in forward_operators(graph) if operator.module == "blocks.1.attention_norm")
     divided = cut(graph, [middle.name])
     assert divided.owners["token_embedding.weight"] == (0, 1)
     assert {stage: len(names) for stage, names in divided.terms["token_embedding.weight"].items()} == {0: 1, 1: 1}
@@ -186,7 +186,7 @@ def test_skips_of_a_unet_are_carried_through_the_stages_between() -> None:
 
 def test_cut_before_what_is_no_forward_operator() -> None:
     graph = graph_of("GPT")
-    backward = next(one.name for one in graph.operators if one.backward)
+    backward = next(operator.name for operator in graph.operators if operator.backward)
     for name in ("nothing", backward):
         with pytest.raises(PlanError) as refusal:
             cut(graph, [name])
@@ -226,7 +226,7 @@ class Remembers(nn.Module):
 
 def test_a_buffer_that_two_stages_need() -> None:
     graph = capture(Remembers(), lambda model, batch: model(batch).square().mean(), torch.zeros(4, 4)).graph
-    second = next(one for one in forward_operators(graph) if one.module == "second")
+    second = next(operator for operator in forward_operators(graph) if operator.module == "second")
     with pytest.raises(PlanError) as refusal:
         cut(graph, [second.name])
     updater = graph.producers()[graph.buffer_updates["mean"]]
@@ -243,7 +243,7 @@ def test_a_graph_in_which_a_value_would_go_down() -> None:
         next(one for one in forward if one.module == name) for name in ("blocks.0.mlp.up", "blocks.1.mlp.up")
     )
     wrong = msgspec.structs.replace(first, inputs=(*first.inputs, second.outputs[0]))
-    operators = tuple(wrong if one.name == first.name else one for one in graph.operators)
+    operators = tuple(wrong if operator.name == first.name else operator for operator in graph.operators)
     with pytest.raises(PlanError) as refusal:
         cut(msgspec.structs.replace(graph, operators=operators), [boundary(forward, "blocks.1").name])
     assert str(refusal.value) == (

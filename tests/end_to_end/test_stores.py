@@ -13,7 +13,7 @@ from meshwright.data.encoded import Samples, decode, encode
 from meshwright.data.loaders import TextLoader
 from meshwright.data.shards import Shards
 from meshwright.data.stored import StoreLoader
-from meshwright.data.stores import Images, Part, Tokens
+from meshwright.data.stores import Images, PartOfStore, Tokens
 from meshwright.errors import DataError
 from tests.end_to_end.data_cases import image_folder, npy, shard
 
@@ -149,7 +149,7 @@ def test_samples_of_shards_are_read_alone(tmp_path: Path) -> None:
     batch = next(iter(StoreLoader(store, 5, shuffle=False)))
     assert batch["npy"].shape == (5, 2, 2)
     assert batch["cls"].tolist() == [0, 1, 2, 0, 1]
-    part = Part(store, np.array([4, 0]))
+    part = PartOfStore(store, np.array([4, 0]))
     assert [int(sample["npy"][0, 0]) for sample in every(part)] == [4, 0]
     assert part.sizes.tolist() == store.sizes[[4, 0]].tolist()
 
@@ -165,7 +165,7 @@ def test_truncated_shards_are_named_or_used_as_far_as_they_go(tmp_path: Path, ca
     assert store.truncated == [str(path)]
     assert f"{path} is truncated, or no tar file" in caplog.text
     assert f"its first {len(store)} samples are used" in caplog.text
-    with PrefetchLoader(Part(store, np.arange(len(store))), 1, MANY, skip_bad=True) as loader:
+    with PrefetchLoader(PartOfStore(store, np.arange(len(store))), 1, MANY, skip_bad=True) as loader:
         assert (loader.num_bad, loader.bad) == (1, [f"{path} (truncated)"])
     assert [int(sample["npy"][0, 0]) for sample in every(store)] == list(range(len(store)))
     path.write_bytes(whole)
@@ -191,13 +191,13 @@ def test_samples_of_datasets_survive_as_bytes() -> None:
         "array": np.arange(4, dtype=np.int16).reshape(2, 2),
         "pair": (1, [2.5, None]), "label": np.int64(3), "name": "cat", "raw": b"\x00\xff", "flag": True,
     }  # fmt: skip
-    found = decode(encode(sample, "sample"))
-    assert torch.equal(found["image"], sample["image"])
-    assert torch.equal(found["half"], sample["half"])
-    assert found["empty"].shape == (0, 3)
-    assert np.array_equal(found["array"], np.arange(4).reshape(2, 2))
-    assert found["array"].dtype == np.int16
-    assert {name: found[name] for name in ("pair", "label", "name", "raw", "flag")} == {
+    decoded = decode(encode(sample, "sample"))
+    assert torch.equal(decoded["image"], sample["image"])
+    assert torch.equal(decoded["half"], sample["half"])
+    assert decoded["empty"].shape == (0, 3)
+    assert np.array_equal(decoded["array"], np.arange(4).reshape(2, 2))
+    assert decoded["array"].dtype == np.int16
+    assert {name: decoded[name] for name in ("pair", "label", "name", "raw", "flag")} == {
         "pair": (1, [2.5, None]), "label": 3, "name": "cat", "raw": b"\x00\xff", "flag": True,
     }  # fmt: skip
 

@@ -24,7 +24,7 @@ from meshwright.ir.device import Device
 from meshwright.ir.files import decode, encode_json
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout_text import layout_text
-from meshwright.ir.level import Level, Member
+from meshwright.ir.level import Level, LevelMembers
 from meshwright.ir.part import part_of, stage_cluster
 from meshwright.ir.program import Program
 from meshwright.lower.plans import PlanLowering
@@ -67,7 +67,7 @@ def scaled(device: Device, factor: float) -> Device:
 
 def boxes(*devices: Device, links: Level = NETWORK, box: Level | None = BOX) -> Cluster:
     """Boxes of equal devices each; without ``box``, single devices."""
-    members = tuple(Member(count=1, device=device, levels=(box,) if box else ()) for device in devices)
+    members = tuple(LevelMembers(count=1, device=device, levels=(box,) if box else ()) for device in devices)
     network = msgspec.structs.replace(links, fan_out=len(devices), members=members)
     return Cluster(
         name="boxes", num_devices=(box.fan_out if box else 1) * len(devices), device=devices[0], levels=(network,),

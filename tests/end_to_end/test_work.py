@@ -120,12 +120,14 @@ def started(graph: fx.Graph) -> Counter[tuple[str, str, int]]:
     found: Counter[tuple[str, str, int]] = Counter()
     for node in graph.nodes:
         if node.op == "call_function" and node.target in KINDS:
-            axis = next(one for one in node.args if isinstance(one, str) and set(members(one)) <= AXES)
+            axis = next(
+                argument for argument in node.args if isinstance(argument, str) and set(members(argument)) <= AXES
+            )
             value = node.meta["val"]
             if KINDS[node.target] == "halo":
                 found["halo", str(axis), halo_bytes(node)] += 1
                 continue
-            largest = max(value.numel(), sum(one.meta.get("val", value).numel() for one in node.all_input_nodes))
+            largest = max(value.numel(), sum(source.meta.get("val", value).numel() for source in node.all_input_nodes))
             found[KINDS[node.target], str(axis), largest * value.element_size()] += 1
     return found
 
@@ -139,7 +141,7 @@ def halo_bytes(node: fx.Node) -> int:
 
 
 def counted(pieces: tuple[Piece, ...]) -> Counter[tuple[str, str, int]]:
-    return Counter((one.collective, one.axis, one.bytes) for one in pieces if isinstance(one, Communicate))
+    return Counter((piece.collective, piece.axis, piece.bytes) for piece in pieces if isinstance(piece, Communicate))
 
 
 WHOLE = [
@@ -217,7 +219,9 @@ def kept_bytes(lowered: LoweredStage) -> int:
         for node in phase.graph.nodes
         if node.op == "placeholder" and node.name in whole_step
     }
-    return sum({one._cdata: one.nbytes() for one in storages.values() if one._cdata not in given}.values())
+    return sum(
+        {storage._cdata: storage.nbytes() for storage in storages.values() if storage._cdata not in given}.values()
+    )
 
 
 @pytest.mark.parametrize(("model", "layout"), STAGED, ids=str)
@@ -243,7 +247,7 @@ def schedule_of(plan: Plan) -> Schedule:
 
 
 def flops(pieces: tuple[Piece, ...]) -> float:
-    return sum(one.flops for one in pieces if isinstance(one, Compute))
+    return sum(piece.flops for piece in pieces if isinstance(piece, Compute))
 
 
 @pytest.mark.parametrize("model", ["GPT", "MLP", "ResNet"])
@@ -287,7 +291,7 @@ def test_stages_share_the_flops_and_pass_the_hidden_state() -> None:
 
 
 def seconds(pieces: tuple[Piece, ...]) -> float:
-    return sum(one.seconds for one in pieces if isinstance(one, Compute))
+    return sum(piece.seconds for piece in pieces if isinstance(piece, Compute))
 
 
 def test_a_backward_in_two_parts_computes_what_one_does() -> None:
@@ -337,8 +341,8 @@ def test_ranks_that_share_by_zero_hold_half_of_more_and_more() -> None:
 
 def test_gathers_hide_behind_the_layers_before_on_a_gpu() -> None:
     pieces = work_of("MLP", GPU, dp=2, zero=3).stages[0].pieces["F"]
-    gathers = [one for one in pieces if isinstance(one, Communicate) and one.collective == "all_gather"]
-    assert [one.blocking for one in gathers] == [True], "one bucket holds it all"
+    gathers = [piece for piece in pieces if isinstance(piece, Communicate) and piece.collective == "all_gather"]
+    assert [gather.blocking for gather in gathers] == [True], "one bucket holds it all"
     plan = planned("MLP", dp=2, zero=3)
     (gather,) = plan.gathers
     layers = [gather.parameters[k : k + 2] for k in range(0, len(gather.parameters), 2)]
@@ -363,7 +367,7 @@ def test_the_gradients_of_tied_weights_are_joined_over_the_stages() -> None:
 
 
 def waits(stage: StageWork) -> int:
-    return sum(isinstance(one, Wait) for pieces in stage.pieces.values() for one in pieces)
+    return sum(isinstance(piece, Wait) for pieces in stage.pieces.values() for piece in pieces)
 
 
 def test_collectives_hide_behind_compute_but_on_a_cpu_where_ranks_move_the_bytes_themselves() -> None:

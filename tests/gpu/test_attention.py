@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import meshwright.ops.attention_kernels  # noqa: F401 - defines meshwright::attention
-from meshwright.ir.attention import CUDNN, EFFICIENT, FLASH, Form, algorithms_of
+from meshwright.ir.attention import CUDNN, EFFICIENT, FLASH, AttentionForm, algorithms_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -41,7 +41,7 @@ def test_an_algorithm_equals_plain_attention_in_float64(
 ) -> None:
     causal, window, first = BANDS[band]
     dtype = torch.bfloat16
-    form = Form("bfloat16", 64, 64, LENGTH, LENGTH + first, masked=masked, shifted=bool(window or first))
+    form = AttentionForm("bfloat16", 64, 64, LENGTH, LENGTH + first, masked=masked, shifted=bool(window or first))
     if algorithm not in algorithms_of(form, False) or (masked and causal):
         pytest.skip("not in the table")
     values = inputs(dtype, first, key_heads)

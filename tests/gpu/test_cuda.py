@@ -23,7 +23,7 @@ from meshwright.ir.kernel import Product
 from meshwright.ir.trace import COPY
 from meshwright.models import GPT, GPTConfig, LeNet, ResNet, classification_loss, language_model_loss
 from meshwright.runtime import calibrate_gpus
-from meshwright.runtime.calibrate_gpus import Effort
+from meshwright.runtime.calibrate_gpus import GpuEffort
 from meshwright.runtime.device import CudaKind
 from meshwright.torch_private import keep_gpu_busy
 from tests.gpu.test_operators import no_waits
@@ -114,7 +114,7 @@ def test_verify_compares_on_the_device() -> None:
 
 
 def test_calibration_makes_a_cluster_of_this_device(tmp_path: Path) -> None:
-    effort = Effort(
+    effort = GpuEffort(
         products=(Product(1024, 1024, 1024), Product(256, 1024, 512)), elements=(2**16, 2**20), lengths=(128, 256),
         heads=2, width=64, copied_bytes=2**20,
     )  # fmt: skip

@@ -6,11 +6,11 @@ from meshwright.ir.layout import Layout
 from meshwright.worked.alpa import (
     KINDS,
     PAIRS,
+    AlpaPair,
     Compared,
     Family,
-    Found,
     Kind,
-    Pair,
+    PlannerResult,
     Published,
     Sizes,
     best_of,
@@ -24,10 +24,12 @@ from meshwright.worked.alpa import (
 
 def compared(predicted: dict[Kind, float], published: Published, devices: int = 8) -> Compared:
     """A pair whose predicted throughputs are given; planners that are left out find nothing."""
-    pair = Pair("gpt", "tiny", Sizes(2, 64, 2), devices, published)
+    pair = AlpaPair("gpt", "tiny", Sizes(2, 64, 2), devices, published)
     each = pair.flops / devices / 1e12
     found = {
-        kind: Found(layout="dp8", step_s=each / predicted[kind]) if kind in predicted else Found(problem="too large")
+        kind: PlannerResult(layout="dp8", step_s=each / predicted[kind])
+        if kind in predicted
+        else PlannerResult(problem="too large")
         for kind in KINDS
     }
     return Compared(pair, found)

@@ -13,8 +13,8 @@ from meshwright.ir.attention import (
     EFFICIENT,
     FLASH,
     PLAIN,
+    AttentionForm,
     Band,
-    Form,
     algorithms_of,
     computed_fraction,
 )
@@ -72,7 +72,7 @@ def test_a_kernel_computes_what_is_visible_and_parts_of_blocks(length: int, on_c
     assert computed_fraction(length * length, length, length, on_cpu) == 1.0
 
 
-HALF = Form("bfloat16", 64, 64, 128, 256)
+HALF = AttentionForm("bfloat16", 64, 64, 128, 256)
 
 
 @pytest.mark.parametrize(
@@ -96,6 +96,6 @@ HALF = Form("bfloat16", 64, 64, 128, 256)
         (HALF._replace(dropout=True), True, (PLAIN,)),
     ],
 )
-def test_the_algorithms_of_a_call(form: Form, on_cpu: bool, expected: tuple[str, ...]) -> None:
+def test_the_algorithms_of_a_call(form: AttentionForm, on_cpu: bool, expected: tuple[str, ...]) -> None:
     assert algorithms_of(form, on_cpu) == expected
     assert set(expected) <= set(ATTENTIONS)

@@ -11,7 +11,7 @@ from meshwright.errors import ClusterError, FileFormatError
 from meshwright.ir import files
 from meshwright.ir.cluster import Cluster, CollectiveTiming
 from meshwright.ir.device import Device
-from meshwright.ir.level import Level, Member
+from meshwright.ir.level import Level, LevelMembers
 
 CHIP = Device(
     name="chip",
@@ -42,8 +42,8 @@ MIXED = cluster(
         "pod",
         3,
         members=(
-            Member(levels=(level("box", 4),)),
-            Member(count=2, device=SLOW, levels=(level("box", 2, alpha_s=5e-6),)),
+            LevelMembers(levels=(level("box", 4),)),
+            LevelMembers(count=2, device=SLOW, levels=(level("box", 2, alpha_s=5e-6),)),
         ),
     ),
     num_devices=8,
@@ -121,8 +121,9 @@ def test_unlike_members_have_their_own_devices_and_levels() -> None:
 
 
 def test_unlike_members_may_hold_unlike_members() -> None:
-    half = Member(
-        count=2, levels=(level("row", 2, members=(Member(), Member(device=SLOW, levels=(level("box", 2),)))),)
+    half = LevelMembers(
+        count=2,
+        levels=(level("row", 2, members=(LevelMembers(), LevelMembers(device=SLOW, levels=(level("box", 2),)))),),
     )
     nested = cluster(level("pod", 2, members=(half,)), num_devices=6)
     assert [nested.device_of(rank).name for rank in range(6)] == ["chip", "slow", "slow"] * 2
@@ -145,14 +146,14 @@ def test_one_device_needs_no_level() -> None:
 
 # Any nesting: plain levels, and at most innermost a level of unlike members, which are nestings themselves.
 def nestings(depth: int) -> st.SearchStrategy[tuple[Level, ...]]:
-    def named(sizes: list[int], members: tuple[Member, ...]) -> tuple[Level, ...]:
+    def named(sizes: list[int], members: tuple[LevelMembers, ...]) -> tuple[Level, ...]:
         inner = (level(f"mixed{depth}", sum(member.count for member in members), members=members),) if members else ()
         return (*inner, *(level(f"plain{depth}.{index}", size) for index, size in enumerate(sizes)))
 
-    members: st.SearchStrategy[tuple[Member, ...]] = st.just(())
+    members: st.SearchStrategy[tuple[LevelMembers, ...]] = st.just(())
     if depth:
         one = st.builds(
-            lambda count, slow, levels: Member(count=count, device=SLOW if slow else None, levels=levels),
+            lambda count, slow, levels: LevelMembers(count=count, device=SLOW if slow else None, levels=levels),
             st.integers(1, 2),
             st.booleans(),
             nestings(depth - 1),
@@ -163,8 +164,8 @@ def nestings(depth: int) -> st.SearchStrategy[tuple[Level, ...]]:
 
 def count(levels: tuple[Level, ...]) -> int:
     product = 1
-    for one in levels:
-        product *= sum(member.count * count(member.levels) for member in one.members) or one.fan_out
+    for level in levels:
+        product *= sum(member.count * count(member.levels) for member in level.members) or level.fan_out
     return product
 
 
@@ -215,15 +216,15 @@ def test_a_cluster_file_is_loaded_by_path(tmp_path: Path) -> None:
 
 def test_part_of_a_cluster_is_whole_units_or_part_of_one() -> None:
     assert RACKS.resized(12) is RACKS
-    assert [one.fan_out for one in RACKS.resized(6).levels] == [3, 2, 1]
-    assert [one.fan_out for one in RACKS.resized(3).levels] == [3, 1, 1]
-    assert [one.fan_out for one in RACKS.resized(2).levels] == [2, 1, 1]
+    assert [level.fan_out for level in RACKS.resized(6).levels] == [3, 2, 1]
+    assert [level.fan_out for level in RACKS.resized(3).levels] == [3, 1, 1]
+    assert [level.fan_out for level in RACKS.resized(2).levels] == [2, 1, 1]
     assert RACKS.resized(2).num_devices == 2
 
 
 def test_an_open_ended_cluster_grows_at_its_outermost_level() -> None:
     kind = msgspec.structs.replace(RACKS, open_ended=True)
-    assert [one.fan_out for one in kind.resized(60).levels] == [3, 2, 10]
+    assert [level.fan_out for level in kind.resized(60).levels] == [3, 2, 10]
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 200))
@@ -384,7 +385,7 @@ def test_a_wrong_cluster_file_is_named_with_key_and_remedy(old: str, new: str, m
 
 
 def test_members_must_fit_their_level() -> None:
-    member = Member(levels=(level("box", 2),))
+    member = LevelMembers(levels=(level("box", 2),))
     with pytest.raises(ClusterError) as wrong_count:
         cluster(level("pod", 3, members=(member,)), num_devices=2)
     assert str(wrong_count.value) == (

@@ -21,7 +21,7 @@ from meshwright.schedules.collectives.coded import coded
 from meshwright.schedules.collectives.coded_bytes import SAMPLES, chunk_of, in_bytes, sent_bytes
 from meshwright.schedules.collectives.coded_forms import closed_form
 from meshwright.schedules.collectives.operations import ALGORITHMS, FOR_SELECTIONS, build
-from meshwright.schedules.collectives.steps import Move, RequiredSum, made
+from meshwright.schedules.collectives.steps import Move, RequiredSum, steps_from_rounds
 from tests.tries import tries
 
 SIZES = {"num_ranks": st.integers(1, 8), "length": st.integers(0, 2000), "chunk": st.sampled_from([16, 512, 2**18])}
@@ -79,7 +79,7 @@ def test_steps_are_judged_by_what_they_do_and_not_by_their_name() -> None:
     """A butterfly under another name; a ring that forgets a rank; a star that adds a coded message twice."""
     whole, sums = (0, 10), RequiredSum((0, 10), ((0, 0), (1, 0), (2, 0), (3, 0)))
     rounds = [[Move(i, i ^ distance, 0, 0, 10, True) for i in range(4)] for distance in (1, 2)]
-    steps = made("all_reduce", "ring", 10, rounds, ((whole,),) * 4, ((sums,),) * 4)
+    steps = steps_from_rounds("all_reduce", "ring", 10, rounds, ((whole,),) * 4, ((sums,),) * 4)
     with pytest.raises(ScheduleError, match="hold the same sum"):
         coded(steps, codec_of("qsgd(8)"))
     both = RequiredSum(whole, ((0, 0), (1, 0)))
@@ -87,7 +87,7 @@ def test_steps_are_judged_by_what_they_do_and_not_by_their_name() -> None:
         ([[Move(0, 1, 0, 0, 10)], [Move(1, 0, 0, 0, 10)]], "without each contribution once"),
         ([[Move(1, 0, 0, 0, 10, True)], [Move(1, 0, 0, 0, 10, True)]], "without each contribution once"),
     ):
-        steps = made("all_reduce", "star", 10, rounds, ((whole,),) * 2, ((both,), ()))
+        steps = steps_from_rounds("all_reduce", "star", 10, rounds, ((whole,),) * 2, ((both,), ()))
         with pytest.raises(ScheduleError, match=problem):
             coded(steps, codec_of("qsgd(8)"))
 
@@ -199,11 +199,11 @@ def test_a_plan_may_name_algorithms_for_selections(name: str) -> None:
 
 def test_algorithms_are_compared_in_coded_form(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli(["collectives", "--ranks", "4", "--bytes", "1MiB", "--codec", "topk(1%) + qsgd(4)", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["codec"] == "topk(1%)+qsgd(4)"
-    rows = {row["algorithm"]: row for row in found["rows"]}
+    decoded = json.loads(capsys.readouterr().out)
+    assert decoded["codec"] == "topk(1%)+qsgd(4)"
+    rows = {row["algorithm"]: row for row in decoded["rows"]}
     assert set(FOR_SELECTIONS) < set(rows)
-    assert {each["algorithm"] for each in found["refused"]} == {"naive", "butterfly", "one-by-one", "contention-free"}
+    assert {each["algorithm"] for each in decoded["refused"]} == {"naive", "butterfly", "one-by-one", "contention-free"}
     codec = codec_of("topk(1%)+qsgd(4)")
     sent = closed_form("all_reduce", "ring", 4, 2**18, codec, 4, chunk_of(codec, 4))
     assert rows["ring"]["count"]["moved"] == sum(sent)

@@ -59,24 +59,26 @@ def test_closed_forms_equal_the_simulated_steps(
 ) -> None:
     here = cluster((num_ranks, 1e-9))
     elements = CodedElements(text, algorithm, 4)
-    found = coded_s(Network(here), operation, 4 * LENGTH, Group(num_ranks), elements)
-    assert found == pytest.approx(simulated_s(here, operation, algorithm, text, num_ranks), rel=2e-3)
+    seconds = coded_s(Network(here), operation, 4 * LENGTH, Group(num_ranks), elements)
+    assert seconds == pytest.approx(simulated_s(here, operation, algorithm, text, num_ranks), rel=2e-3)
 
 
 @pytest.mark.parametrize("text", ["fp16", "qsgd(4)"])
 def test_along_levels_only_messages_between_boxes_are_coded(text: str) -> None:
     here = cluster((2, 1e-10), (4, 1e-8))
-    found = coded_s(Network(here), "all_reduce", 4 * LENGTH, Group(8), CodedElements(text, "star+ring@2x4", 4))
+    seconds = coded_s(Network(here), "all_reduce", 4 * LENGTH, Group(8), CodedElements(text, "star+ring@2x4", 4))
     expected = simulated_s(here, "all_reduce", "star+ring@2x4", text, 8)
-    assert found == pytest.approx(expected, rel=0.02)
+    assert seconds == pytest.approx(expected, rel=0.02)
 
 
 @pytest.mark.parametrize("algorithm", ["butterfly", "shares", "dense-gather"])
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_selections_cost_what_their_expected_unions_send(num_ranks: int, algorithm: str) -> None:
     here = cluster((num_ranks, 1e-9))
-    found = coded_s(Network(here), "all_reduce", 4 * LENGTH, Group(num_ranks), CodedElements("topk(1%)", algorithm, 4))
-    assert found == pytest.approx(simulated_s(here, "all_reduce", algorithm, "topk(1%)", num_ranks), rel=0.05)
+    seconds = coded_s(
+        Network(here), "all_reduce", 4 * LENGTH, Group(num_ranks), CodedElements("topk(1%)", algorithm, 4)
+    )
+    assert seconds == pytest.approx(simulated_s(here, "all_reduce", algorithm, "topk(1%)", num_ranks), rel=0.05)
 
 
 def test_measured_codecs_replace_the_count_of_passes() -> None:

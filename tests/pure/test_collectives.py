@@ -148,13 +148,13 @@ def test_halves_compose(inside: str, across: str, fans: list[int], data: st.Data
 
 
 def _renamed(boxes: Boxes, ranks: list[int]) -> Boxes:
-    return tuple(ranks[one] if isinstance(one, int) else _renamed(one, ranks) for one in boxes)
+    return tuple(ranks[box] if isinstance(box, int) else _renamed(box, ranks) for box in boxes)
 
 
 @pytest.mark.parametrize("pieces", [2, 5])
 def test_a_piece_goes_across_while_the_next_is_added_up(pieces: int) -> None:
     steps = all_reduce(f"star+butterfly@2x2/{pieces}", 4, 40 * pieces)
-    crossing = [any(one.source // 2 != one.target // 2 for one in moves) for moves in steps.rounds]
+    crossing = [any(move.source // 2 != move.target // 2 for move in moves) for moves in steps.rounds]
     assert crossing == [False] + [True] * pieces + [False]
     assert count(steps).moved == count(all_reduce("star+butterfly@2x2", 4, 40 * pieces)).moved
 
@@ -172,7 +172,7 @@ def test_every_rank_of_a_box_drives_its_share_of_the_slow_link(fans: list[int], 
     steps = all_reduce(f"star+ring@{equal_boxes(fans)}", math.prod(fans), length)
     box = math.prod(fans[:-1])
     sent = [0] * steps.num_ranks
-    for one in (one for moves in steps.rounds for one in moves):
+    for one in (move for moves in steps.rounds for move in moves):
         if one.source // box != one.target // box:
             sent[one.source] += one.length
     share = 2 * (fans[-1] - 1) * length / fans[-1] / box
@@ -200,7 +200,7 @@ def test_rounds_peak_and_fan_in_as_published(num_ranks: int) -> None:
     ring O(2P), O(N/P), O(1)."""
     size, length = num_ranks, 10 * num_ranks
     counts = {name: count(all_reduce(name, size, length, server=True)) for name in ALGORITHMS["all_reduce"]}
-    shape = {name: (one.rounds, one.peak, one.fan_in) for name, one in counts.items()}
+    shape = {name: (count.rounds, count.peak, count.fan_in) for name, count in counts.items()}
     assert shape["star"] == (2, length * size, size)
     assert shape["one-by-one"] == (size * (size - 1), length, 1)
     assert shape["contention-free"] == (size - 1, length, 1)
@@ -225,8 +225,8 @@ def test_seven_workers_in_a_binary_tree_as_published() -> None:
     held, after = [10, 4, 7, 2, 5, 1, 6], []
     for moves in all_reduce("binary-tree", 7, 1).rounds:
         sent = list(held)
-        for one in moves:
-            held[one.target] = sent[one.source] + held[one.target] * one.adds
+        for move in moves:
+            held[move.target] = sent[move.source] + held[move.target] * move.adds
         after.append(list(held))
     assert after[0][1:3] == [11, 14]
     assert after[1][0] == 35
@@ -237,7 +237,7 @@ def test_seven_workers_in_a_binary_tree_as_published() -> None:
 def test_no_rank_is_inside_of_both_trees() -> None:
     for size in (4, 8, 14):
         takes = [0] * size
-        for one in (one for moves in all_reduce("double-tree", size, 2).rounds for one in moves):
+        for one in (move for moves in all_reduce("double-tree", size, 2).rounds for move in moves):
             takes[one.target] += one.adds
         assert max(takes) <= 3, "two children in one tree, and one where it is a root"
 
@@ -328,13 +328,13 @@ def test_a_picture_says_what_it_leaves_out() -> None:
 
 
 def test_the_comparison_finds_the_crossovers() -> None:
-    found = compare("all_reduce", "a100-80gb-dgx-hdr200x8", 8, 2**20)
-    assert found.rows[0].shared_s == min(row.shared_s or math.inf for row in found.rows)
-    names = [one.algorithm for one in found.best_alone]
+    comparison = compare("all_reduce", "a100-80gb-dgx-hdr200x8", 8, 2**20)
+    assert comparison.rows[0].shared_s == min(row.shared_s or math.inf for row in comparison.rows)
+    names = [one.algorithm for one in comparison.best_alone]
     assert names == ["butterfly", "rabenseifner"], "latency first, then bytes"
-    assert not set(DIFFER) & {one.algorithm for one in found.best_shared}
+    assert not set(DIFFER) & {one.algorithm for one in comparison.best_shared}
     with pytest.raises(LayoutError, match="65 ranks"):
-        compare("all_reduce", found.cluster, 65, 1)
+        compare("all_reduce", comparison.cluster, 65, 1)
 
 
 def test_a_cluster_of_boxes_is_compared_with_levels() -> None:

@@ -94,7 +94,7 @@ def test_some_replica_may_always_proceed(rule: Consistency, count: int, data: st
     """From any clocks that a run can reach, the slowest replica may go on: no rule hangs."""
     clocks = dict.fromkeys(range(count), 0)
     for _ in range(40):
-        ready = [mine for mine in clocks if may_proceed(rule, clocks, mine)]
+        ready = [clock for clock in clocks if may_proceed(rule, clocks, clock)]
         slowest = min(clocks, key=clocks.__getitem__)
         assert slowest in ready or isinstance(rule, Partial)
         assert ready
@@ -106,7 +106,7 @@ def test_stale_synchronous_parallel_bounds_the_clocks(bound: int, count: int, da
     rule = Server(bound)
     clocks = dict.fromkeys(range(count), 0)
     for _ in range(60):
-        ready = [mine for mine in clocks if may_proceed(rule, clocks, mine)]
+        ready = [clock for clock in clocks if may_proceed(rule, clocks, clock)]
         mine = data.draw(st.sampled_from(ready))
         assert clocks[mine] - min(clocks.values()) <= bound, "at every read"
         clocks[mine] += 1

@@ -206,9 +206,9 @@ def test_stages_hold_the_models_parameters(changes: dict[str, Any]) -> None:
 
 def test_the_parts_add_up() -> None:
     one = setup(dp=2, tp=8, pp=4, micro_batch=2, recompute="full")
-    found = estimate_step(one, load_cluster(DGX, 64))
-    parts = [getattr(found, key) for key in found.__struct_fields__ if key.endswith("_s") and key != "step_s"]
-    assert sum(part for part in parts if part != found.model_flops_per_s) == pytest.approx(found.step_s)
+    estimate = estimate_step(one, load_cluster(DGX, 64))
+    parts = [getattr(estimate, key) for key in estimate.__struct_fields__ if key.endswith("_s") and key != "step_s"]
+    assert sum(part for part in parts if part != estimate.model_flops_per_s) == pytest.approx(estimate.step_s)
 
 
 DENSE: list[dict[str, Any]] = [
@@ -243,9 +243,9 @@ def test_the_bubble_is_that_of_the_lecture(schedule: str, chunks: int) -> None:
     """(p - 1) / (v m) of the time without it, where stages are alike (no head, a small embedding)."""
     plain = msgspec.structs.replace(GPT, vocabulary=0)
     one = setup(model=plain, pp=4, schedule=schedule, chunks=chunks, micro_batch=4, global_batch=64)
-    found = estimate_step(one, load_cluster(DGX, 4))
-    busy = found.compute_s + found.tensor_comm_s + found.host_s
-    assert found.bubble_s / busy == pytest.approx(3 / (16 * chunks), rel=0.03)
+    estimate = estimate_step(one, load_cluster(DGX, 4))
+    busy = estimate.compute_s + estimate.tensor_comm_s + estimate.host_s
+    assert estimate.bubble_s / busy == pytest.approx(3 / (16 * chunks), rel=0.03)
 
 
 def test_zero_bubble_schedules_are_faster_in_their_order() -> None:
@@ -278,8 +278,8 @@ def test_a_pipeline_gathers_sharded_parameters_once_a_step() -> None:
 def test_what_overlaps_costs_less_but_not_nothing(changes: dict[str, Any]) -> None:
     def waits(overlap: str) -> float:
         one = setup(**changes, overlap=overlap)
-        found = estimate_step(one, load_cluster(DGX, one.world_size))
-        return found.tensor_comm_s + found.data_comm_s + found.pipeline_comm_s
+        estimate = estimate_step(one, load_cluster(DGX, one.world_size))
+        return estimate.tensor_comm_s + estimate.data_comm_s + estimate.pipeline_comm_s
 
     assert 0.3 * waits("none") < waits("all") < 0.8 * waits("none")
     assert waits("all") <= waits("dp") <= waits("none")
@@ -318,8 +318,8 @@ def test_the_axis_that_is_nearer_is_served_better() -> None:
 
     def parts(inner: str) -> tuple[float, float]:
         one = setup(tp=2, dp=4, pp=4, inner=inner)
-        found = estimate_step(one, load_cluster(DGX, 32))
-        return found.data_comm_s, found.pipeline_comm_s
+        estimate = estimate_step(one, load_cluster(DGX, 32))
+        return estimate.data_comm_s, estimate.pipeline_comm_s
 
     replicas, stages = parts("dp"), parts("pp")
     assert replicas[0] < 0.5 * stages[0]
@@ -370,8 +370,8 @@ def test_megatrons_weak_scaling_on_v100_is_within_five_points(tp: int, published
         layers, hidden, heads = models[size]
         model = msgspec.structs.replace(GPT, layers=layers, hidden=hidden, heads=heads, ffn=4 * hidden, sequence=1024)
         one = setup(model=model, tp=size, micro_batch=8, global_batch=8, recompute="full")
-        found = estimate_step(one, load_cluster("v100-dgx2h-edr100x8", size))
-        rates[size] = found.model_flops_per_s / size
+        estimate = estimate_step(one, load_cluster("v100-dgx2h-edr100x8", size))
+        rates[size] = estimate.model_flops_per_s / size
     assert 100 * rates[tp] / rates[1] == pytest.approx(published, abs=5)
 
 

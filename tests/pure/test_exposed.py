@@ -20,7 +20,7 @@ made = st.lists(st.tuples(st.floats(0.1, 3.0), st.integers(1, 100)), min_size=1,
 
 def backward(gradients: Made) -> list[Actions]:
     """One gradient after each of some computing (seconds; bytes)."""
-    return [Actions(1, tuple(Moment(seconds, made=(f"p{n}",)) for n, (seconds, _) in enumerate(gradients)))]
+    return [Actions(1, tuple(Moment(seconds, gradients=(f"p{n}",)) for n, (seconds, _) in enumerate(gradients)))]
 
 
 def reductions(gradients: Made, most: int, alpha_s: float, byte_s: float = 0.01, **kind: bool) -> list[BucketTransfer]:
@@ -41,16 +41,16 @@ def test_buckets_hold_every_member_in_order_and_no_more_than_they_may(
     members = [BucketMember(key, f"p{n}", size) for n, (key, size) in enumerate(sizes)]
     buckets = filled(members, most, {"dp": "ring"})
     for key in (KEY, OTHER):
-        mine = [one.name for one in members if one.key == key]
-        assert [name for one in buckets for name in one.parameters if name in mine] == mine
-    of_name = {one.name: one for one in members}
+        mine = [member.name for member in members if member.key == key]
+        assert [name for bucket in buckets for name in bucket.parameters if name in mine] == mine
+    of_name = {member.name: member for member in members}
     for bucket in buckets:
         held = [of_name[name] for name in bucket.parameters]
         assert len({one.key for one in held}) == 1
         assert bucket.algorithm == "ring"
         assert bucket.num_bytes == sum(one.num_bytes for one in held)
         assert bucket.num_bytes <= most or len(held) == 1
-    assert sum(len(one.parameters) for one in buckets) == len(members)
+    assert sum(len(bucket.parameters) for bucket in buckets) == len(members)
 
 
 def test_members_follow_the_buckets_of_another_plan() -> None:
@@ -103,14 +103,14 @@ def test_other_collectives_of_the_axis_wait_for_the_link() -> None:
     link         | p0 3      |                  link         | p0 3      |
     """
     for axis, exposed in (("dp", 3.0), ("tp", 2.0)):
-        actions = [Actions(1, (Moment(1.0, made=("p0",)), Moment(0.0, ((axis, 1.0),))))]
+        actions = [Actions(1, (Moment(1.0, gradients=("p0",)), Moment(0.0, ((axis, 1.0),))))]
         assert exposed_s(actions, (), [BucketTransfer("dp", ("p0",), 3.0)]) == exposed
 
 
 @given(made)
 def test_where_nothing_hides_all_is_exposed(gradients: Made) -> None:
-    found = reductions(gradients, 60, 0.5, hides=False)
-    assert exposed_s(backward(gradients), (), found) == pytest.approx(sum(one.seconds for one in found))
+    sums = reductions(gradients, 60, 0.5, hides=False)
+    assert exposed_s(backward(gradients), (), sums) == pytest.approx(sum(one.seconds for one in sums))
 
 
 @given(made, st.integers(1, 400))

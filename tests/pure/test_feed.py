@@ -35,18 +35,18 @@ def start_times(reads_s: Sequence[float], computes_s: Sequence[float], threads: 
 @few_examples
 def test_reads_of_one_file_system_follow_the_formula_of_nopfs(sizes: list[int], step_s: float, threads: int) -> None:
     """t_f = max(avail(f), t_{f-1} + compute_{f-1}): threads do not make the disk faster."""
-    found = simulate_feed([files(sizes)], step_s, FeedRates(file_bytes_per_s=10.0), threads=threads)
+    feed = simulate_feed([files(sizes)], step_s, FeedRates(file_bytes_per_s=10.0), threads=threads)
     begins = start_times([size / 10 for size in sizes], [step_s] * len(sizes), 1)
     waits = [begins[0], *(b - a - step_s for a, b in pairwise(begins))]
-    assert found.waits[0] == pytest.approx(waits, abs=1e-9)
-    assert found.end_s == pytest.approx(begins[-1] + step_s)
+    assert feed.waits[0] == pytest.approx(waits, abs=1e-9)
+    assert feed.end_s == pytest.approx(begins[-1] + step_s)
 
 
 def test_threads_share_what_is_not_the_disk() -> None:
     eight = Fetches(sizes=[10] * 8, classes=[PEER] * 8, batches=[8])
     for threads in (1, 2, 4, 8):
-        found = simulate_feed([eight], 1.0, FeedRates(file_bytes_per_s=1.0, peer_bytes_per_s=10.0), threads=threads)
-        assert found.waits == [[pytest.approx(8 / threads)]]
+        feed = simulate_feed([eight], 1.0, FeedRates(file_bytes_per_s=1.0, peer_bytes_per_s=10.0), threads=threads)
+        assert feed.waits == [[pytest.approx(8 / threads)]]
         assert start_times([1.0] * 8, [0.0] * 8, threads)[-1] == pytest.approx(8 / threads)
 
 
@@ -65,8 +65,8 @@ def test_staging_is_bounded_and_costs_at_most_waiting(sizes: list[int], batch: i
 @few_examples
 def test_waits_are_zero_once_bandwidth_suffices(sizes: list[int], batch: int) -> None:
     slowest = max(sum(sizes[begin : begin + batch]) for begin in range(0, len(sizes), batch))
-    found = simulate_feed([files(sizes, batch)], slowest / 10 + 1e-6, FeedRates(file_bytes_per_s=10.0), threads=1)
-    assert max(found.waits[0][1:], default=0.0) == 0.0
+    feed = simulate_feed([files(sizes, batch)], slowest / 10 + 1e-6, FeedRates(file_bytes_per_s=10.0), threads=1)
+    assert max(feed.waits[0][1:], default=0.0) == 0.0
 
 
 def test_ranks_share_the_file_system_and_wait_for_each_other() -> None:

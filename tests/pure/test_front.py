@@ -6,7 +6,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.planner.search import THINNED, Option
+from meshwright.planner.search import THINNED, SetupOption
 from meshwright.planner.search import front as front_of
 
 
@@ -20,7 +20,7 @@ class One(msgspec.Struct, frozen=True):
 
 def front(options: list[One]) -> tuple[One, ...]:
     """As of a search's options."""
-    return cast("tuple[One, ...]", front_of(cast("list[Option]", options)))
+    return cast("tuple[One, ...]", front_of(cast("list[SetupOption]", options)))
 
 
 numbers = st.integers(1, 6).map(float)

@@ -86,9 +86,9 @@ def test_results_name_the_device_and_pass_the_lint(tmp_path: Path) -> None:
     results = Results(tmp_path, scratch, "0123456789ab", rehearsed=False)
     results.take(part, "stopped after 30 s", 30.0)
     results.write()
-    found = files.load(tmp_path / "gpu-nvidia-h100-80gb-hbm3.json", Result)
-    assert [each.target for each in found.findings] == ["a claim", f"{part.name}: {part.what}"]
-    assert not lint(found)
+    loaded = files.load(tmp_path / "gpu-nvidia-h100-80gb-hbm3.json", Result)
+    assert [each.target for each in loaded.findings] == ["a claim", f"{part.name}: {part.what}"]
+    assert not lint(loaded)
     assert results.exit_code == 1
     assert "| a claim | fail | it did not hold |" in (tmp_path / "gpu-nvidia-h100-80gb-hbm3.md").read_text()
 

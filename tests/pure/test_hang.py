@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.ir.flight import Condition, Event, Flight, Group, Notes, Seen, ranks_of, ranks_text
+from meshwright.ir.flight import Condition, Event, Flight, FlightGroup, Notes, Seen, ranks_of, ranks_text
 from meshwright.ir.hang import Hang, explain
 
 NOW_S = 100.0
@@ -20,7 +20,7 @@ class Rank:
 
     number: int
     events: list[Event] = field(default_factory=list)
-    groups: dict[str, Group] = field(default_factory=dict)
+    groups: dict[str, FlightGroup] = field(default_factory=dict)
     condition: Condition = "runs"
     ended_s: float = 0.0
     ending: str = ""
@@ -31,9 +31,9 @@ class Rank:
         self, group: str, ranks: tuple[int, ...], what: str = "all_reduce", *, waits: float = 0.0, done: float = 0.0,
         sequence: int = 0, signature: int = 0,
     ) -> Rank:  # fmt: skip
-        known = self.groups.get(group, Group(name=group, ranks=ranks))
+        known = self.groups.get(group, FlightGroup(name=group, ranks=ranks))
         sequence = sequence or known.begun + 1
-        self.groups[group] = Group(name=group, ranks=ranks, begun=sequence)
+        self.groups[group] = FlightGroup(name=group, ranks=ranks, begun=sequence)
         self.events.append(
             Event(
                 number=len(self.events) + 1, group=group, sequence=sequence, what=f"{what} ({group})", begun_s=1.0,

@@ -60,12 +60,12 @@ def ended_process() -> int:
 
 
 def test_a_run_that_trains(directory: Path) -> None:
-    found = read_health(directory, NOW_S)
-    assert (found.name, found.state, found.step, found.steps) == ("gpt", "running", 2, 10)
-    assert (found.step_s, found.left_s, found.losses) == (2.0, 16.0, (4.0, 3.0))
-    assert (found.metrics, found.held_out) == ({"step_s": 2.0, "loss": 3.0}, {"loss": 4.5})
-    assert found.where == f"process {os.getpid()} on {socket.gethostname()}"
-    assert [(rank.rank, rank.state, rank.doing, rank.step, rank.quiet_s) for rank in found.ranks] == [
+    health = read_health(directory, NOW_S)
+    assert (health.name, health.state, health.step, health.steps) == ("gpt", "running", 2, 10)
+    assert (health.step_s, health.left_s, health.losses) == (2.0, 16.0, (4.0, 3.0))
+    assert (health.metrics, health.held_out) == ({"step_s": 2.0, "loss": 3.0}, {"loss": 4.5})
+    assert health.where == f"process {os.getpid()} on {socket.gethostname()}"
+    assert [(rank.rank, rank.state, rank.doing, rank.step, rank.quiet_s) for rank in health.ranks] == [
         (0, "ok", "at step 3", 3, 1.0), (1, "ok", "at step 3", 3, 1.0),
     ]  # fmt: skip
 
@@ -118,9 +118,13 @@ def test_a_run_that_starts_and_ranks_of_replicas(directory: Path) -> None:
     (directory / "metrics.jsonl").unlink()
     (directory / "run.toml").unlink()
     status(directory / "replica-1", 0, "at step 9", 1.0)
-    found = read_health(directory, NOW_S)
-    assert (found.state, found.steps, found.metrics) == ("starting", None, {})
-    assert [(rank.replica, rank.rank, rank.state) for rank in found.ranks] == [(0, 0, "ok"), (0, 1, "ok"), (1, 0, "ok")]
+    health = read_health(directory, NOW_S)
+    assert (health.state, health.steps, health.metrics) == ("starting", None, {})
+    assert [(rank.replica, rank.rank, rank.state) for rank in health.ranks] == [
+        (0, 0, "ok"),
+        (0, 1, "ok"),
+        (1, 0, "ok"),
+    ]
 
 
 def test_damaged_files_are_no_errors(directory: Path) -> None:
@@ -129,10 +133,10 @@ def test_damaged_files_are_no_errors(directory: Path) -> None:
     (directory / ".train.lock").write_text("")
     (directory / "ranks" / "0.failure").write_text("{")
     status(directory, 1, "at \x1b[31mstep 4\x07", 1.0)
-    found = read_health(directory, NOW_S)
-    assert (found.steps, found.losses, found.state) == (None, (), "failed")
-    assert found.ranks[0].problem == "it has failed"
-    assert found.ranks[1].doing == "at  [31mstep 4", "no escape sequence reaches a terminal"
+    health = read_health(directory, NOW_S)
+    assert (health.steps, health.losses, health.state) == (None, (), "failed")
+    assert health.ranks[0].problem == "it has failed"
+    assert health.ranks[1].doing == "at  [31mstep 4", "no escape sequence reaches a terminal"
 
 
 def test_other_directories_are_refused(tmp_path: Path) -> None:

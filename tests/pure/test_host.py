@@ -12,10 +12,10 @@ SECONDS = st.floats(1e-6, 1.0)
 
 @given(SECONDS, SECONDS)
 def test_kernels_take_at_least_what_device_and_host_need_and_at_most_both(busy_s: float, launch_s: float) -> None:
-    found = launched_s(busy_s, launch_s)
-    assert max(busy_s, launch_s) * (1 - 1e-9) <= found <= busy_s + launch_s
-    assert launched_s(launch_s, busy_s) == pytest.approx(found)
-    assert launched_s(3 * busy_s, 3 * launch_s) == pytest.approx(3 * found)
+    seconds = launched_s(busy_s, launch_s)
+    assert max(busy_s, launch_s) * (1 - 1e-9) <= seconds <= busy_s + launch_s
+    assert launched_s(launch_s, busy_s) == pytest.approx(seconds)
+    assert launched_s(3 * busy_s, 3 * launch_s) == pytest.approx(3 * seconds)
     assert launched_s(busy_s, 0.0) == busy_s
 
 

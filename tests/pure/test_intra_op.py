@@ -84,12 +84,12 @@ def test_simplifying_keeps_the_best_and_the_program_finds_it(problem: Problem, w
 
 @given(problems())
 def test_a_table_says_what_a_tensor_costs(problem: Problem) -> None:
-    for one in problem.tensors:
-        table = table_of(problem, one)
-        alone = Problem(tuple(ProblemNode("", np.zeros(n.num_choices), n.memory) for n in problem.nodes), (one,))
+    for tensor in problem.tensors:
+        table = table_of(problem, tensor)
+        alone = Problem(tuple(ProblemNode("", np.zeros(n.num_choices), n.memory) for n in problem.nodes), (tensor,))
         for at in np.ndindex(table.shape):
             choices = [0] * len(problem.nodes)
-            for node, choice in zip(one.nodes, at, strict=True):
+            for node, choice in zip(tensor.nodes, at, strict=True):
                 choices[node] = choice
             assert table[at] == alone.seconds(choices)
 
@@ -99,9 +99,9 @@ def test_chains_trees_and_rings_need_no_integer_program() -> None:
     nodes = tuple(ProblemNode(f"n{index}", rng.random(4), np.zeros((0, 4))) for index in range(40))
     places = np.arange(4)
     ring = tuple(ProblemTensor(i, places, (((i + 1) % 40, places),), rng.random((4, 4))) for i in range(40))
-    found = solve(Problem(nodes, ring))
-    assert found is not None
-    assert found.left == 0
+    solution = solve(Problem(nodes, ring))
+    assert solution is not None
+    assert solution.left == 0
 
 
 def test_the_program_gets_small_tables_where_elimination_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,9 +121,9 @@ def test_the_program_gets_small_tables_where_elimination_ends(monkeypatch: pytes
     costs = np.random.default_rng(0).integers(1, 9, (count, choices)).astype(float)
     costs[:, 11] = 0.5
     nodes = tuple(ProblemNode(f"n{index}", each, np.zeros((0, choices))) for index, each in enumerate(costs))
-    found = solve(Problem(nodes, tensors))
-    assert found is not None
-    assert (found.choices, found.left) == ((11,) * count, count)
+    solution = solve(Problem(nodes, tensors))
+    assert solution is not None
+    assert (solution.choices, solution.left) == ((11,) * count, count)
     assert max(len(table.scope) for core in cores for table in core.tables) == 2
 
 

@@ -66,9 +66,9 @@ def test_a_graph_is_drawn_and_costed_and_nothing_is_imported(folder: Path, capsy
     assert page.count("<rect") == 8
     assert "critical path 5.5 s" in page
     assert cli(["jobs", "g.toml", "--plan", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["predicted_s"] == found["critical_s"] == 5.5
-    assert [row["level"] for row in found["rows"]] == [0, 1, 1, 2]
+    decoded = json.loads(capsys.readouterr().out)
+    assert decoded["predicted_s"] == decoded["critical_s"] == 5.5
+    assert [row["level"] for row in decoded["rows"]] == [0, 1, 1, 2]
     assert not (folder / "runs").exists()
 
 

@@ -59,8 +59,8 @@ def test_a_lowered_product_takes_what_the_same_sizes_take(name: str, dtype: torc
     for m, n, k, batch in PRODUCTS:
         lead, target = ((batch,), aten.bmm.default) if batch > 1 else ((), aten.mm.default)
         *inputs, output = (meta(*lead, *shape, dtype=dtype) for shape in ((m, k), (k, n), (m, n)))
-        found = counted(rates, target, tuple(inputs), output)
-        assert found.seconds == pytest.approx(rates.matmul_s(m, n, k, batch=batch, dtype=text), rel=1e-12)
+        counts = counted(rates, target, tuple(inputs), output)
+        assert counts.seconds == pytest.approx(rates.matmul_s(m, n, k, batch=batch, dtype=text), rel=1e-12)
 
 
 @pytest.mark.parametrize("groups", [1, 4])
@@ -84,11 +84,11 @@ def test_a_lowered_convolution_is_the_product_of_positions_by_filters(name: str,
     backward_s = 0.0
     for index, (kind, (output, sizes)) in enumerate(passes.items()):
         args = (made, images, weight, *rest, [other == index for other in range(3)])
-        found = counted(rates, aten.convolution_backward.default, args, output)
+        counts = counted(rates, aten.convolution_backward.default, args, output)
         wanted = rates.seconds(kind, "float32", flops, moved, Product(*sizes, groups))
-        assert found.bytes == moved
-        assert found.seconds == pytest.approx(wanted, rel=1e-9), kind
-        backward_s += found.seconds
+        assert counts.bytes == moved
+        assert counts.seconds == pytest.approx(wanted, rel=1e-9), kind
+        backward_s += counts.seconds
     layer = NetLayer(
         name="c", kind="convolution", inputs=64, outputs=128, kernel=kernel, groups=groups, pixels_in=196,
         pixels_out=196,
@@ -212,10 +212,10 @@ def test_fitted_constants_are_those_that_made_the_times() -> None:
     made = msgspec.structs.replace(h100.kernels, matmul_fraction=0.8, extra_depth=200.0, operand_cost=8.0)
     rates = Rates(msgspec.structs.replace(h100, kernels=made))
     times = [(size, "bfloat16", rates.matmul_s(size.m, size.n, size.k)) for size in MEASURED]
-    found = fitted_kernels(h100, h100.kernels, times)
-    assert (found.kernels.extra_depth, found.kernels.operand_cost) == (made.extra_depth, made.operand_cost)
-    assert found.kernels.matmul_fraction == pytest.approx(made.matmul_fraction, rel=1e-3)
-    assert found.deviation < 1e-3
+    fitted = fitted_kernels(h100, h100.kernels, times)
+    assert (fitted.kernels.extra_depth, fitted.kernels.operand_cost) == (made.extra_depth, made.operand_cost)
+    assert fitted.kernels.matmul_fraction == pytest.approx(made.matmul_fraction, rel=1e-3)
+    assert fitted.deviation < 1e-3
 
 
 def test_what_no_constants_explain_is_the_deviation() -> None:
@@ -227,7 +227,7 @@ def test_what_no_constants_explain_is_the_deviation() -> None:
         (size, "bfloat16", factor * rates.matmul_s(size.m, size.n, size.k))
         for size, factor in zip(MEASURED, factors, strict=True)
     ]
-    found = fitted_kernels(h100, h100.kernels, times)
-    assert 0.03 < found.deviation < 0.25
-    assert found.kernels.matmul_fraction <= 1.0
-    assert found.kernels.kernel_s == h100.kernels.kernel_s
+    fitted = fitted_kernels(h100, h100.kernels, times)
+    assert 0.03 < fitted.deviation < 0.25
+    assert fitted.kernels.matmul_fraction <= 1.0
+    assert fitted.kernels.kernel_s == h100.kernels.kernel_s

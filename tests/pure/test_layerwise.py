@@ -34,25 +34,25 @@ def tried(net: ConvNet, cluster: Cluster, images: int) -> float:
 def test_nothing_that_is_tried_is_faster(name: str, images: int, devices: int) -> None:
     net, cluster = small_resnet() if name == "resnet8" else load_network(name), load_cluster(DGX1, devices)
     net = ConvNet(name=net.name, image=net.image, layers=net.layers[-6:])
-    found = divide_layers(net, cluster, images=images)
-    assert found.step_s == pytest.approx(tried(net, cluster, images))
-    assert found.all_data_s is not None
-    assert found.step_s <= found.all_data_s
+    division = divide_layers(net, cluster, images=images)
+    assert division.step_s == pytest.approx(tried(net, cluster, images))
+    assert division.all_data_s is not None
+    assert division.step_s <= division.all_data_s
 
 
 def test_alexnet_is_divided_as_krizhevsky_did() -> None:
     """One weird trick (2014): convolutions data parallel, dense layers tensor parallel; nothing is pinned."""
-    found = divide_layers(load_network("alexnet"), load_cluster(DGX1, 8), images=1024)
-    assert [choice.way == "data" for choice in found.choices] == [True] * 5 + [False] * 3
-    assert found.all_data_s is not None
-    assert found.step_s < 0.8 * found.all_data_s
+    division = divide_layers(load_network("alexnet"), load_cluster(DGX1, 8), images=1024)
+    assert [choice.way == "data" for choice in division.choices] == [True] * 5 + [False] * 3
+    assert division.all_data_s is not None
+    assert division.step_s < 0.8 * division.all_data_s
 
 
 def test_resnet50_on_a_v100_is_about_as_fast_as_is_known() -> None:
     """Mixed precision on one V100: about 800 to 1,400 images a second (NVIDIA's DeepLearningExamples, MLPerf)."""
-    found = divide_layers(load_network("resnet50"), load_cluster(DGX1, 1), images=128)
-    assert 800 < 128 / found.step_s < 1400
-    assert found.verdict == "fits"
+    division = divide_layers(load_network("resnet50"), load_cluster(DGX1, 1), images=128)
+    assert 800 < 128 / division.step_s < 1400
+    assert division.verdict == "fits"
 
 
 def test_what_does_not_divide_is_refused() -> None:

@@ -119,9 +119,9 @@ def test_what_runs_do_not_tell_stays_where_it_was() -> None:
     alone = [msgspec.structs.replace(case, measured_s=estimate_step(case.setup, truth).step_s) for case in alone]
     numbers = {number.name: number for number in learn(alone, START).numbers}
     assert set(numbers) == set(TIME_NUMBERS)
-    assert not numbers["communication"].told
+    assert not numbers["communication"].is_learned
     assert numbers["communication"].value == pytest.approx(START.communication)
-    assert numbers["pace"].told
+    assert numbers["pace"].is_learned
     assert numbers["pace"].value > 1.2
 
 
@@ -217,15 +217,15 @@ def test_a_column_names_the_software_of_a_row(tmp_path: Path) -> None:
 
 def test_the_choice_from_a_sweep_is_the_fastest_that_surely_fits() -> None:
     cases = [case for case in runs_of(START, memory="verdict") if case.setup.model.name == "llama2-7b"]
-    found = choose(cases)
-    (sweep,) = found.choices
+    choice = choose(cases)
+    (sweep,) = choice.choices
     ran = [case for case in cases if case.measured_s]
     fastest = min(case.measured_s or 0.0 for case in ran)
     chosen = next(case for case in cases if case.name == sweep.case)
     assert not sweep.out_of_memory
     assert sweep.slower == pytest.approx((chosen.measured_s or 0.0) / fastest - 1)
-    assert (sweep.rows, sweep.layouts, found.failed) == (len(cases), len(cases), 0)
-    assert found.median == pytest.approx(100 * (sweep.slower or 0.0))
+    assert (sweep.rows, sweep.layouts, choice.failed) == (len(cases), len(cases), 0)
+    assert choice.median == pytest.approx(100 * (sweep.slower or 0.0))
 
 
 def test_a_choice_that_failed_is_counted() -> None:
@@ -235,20 +235,20 @@ def test_a_choice_that_failed_is_counted() -> None:
     failed = [
         msgspec.structs.replace(case, measured_s=None, out_of_memory=True) if case is best else case for case in cases
     ]
-    found = choose(failed)
-    assert (found.failed, found.choices[0].out_of_memory, found.choices[0].slower) == (1, True, None)
+    choice = choose(failed)
+    assert (choice.failed, choice.choices[0].out_of_memory, choice.choices[0].slower) == (1, True, None)
     assert choose(cases[:1]).choices == ()
 
 
 def test_trials_judge_runs_that_were_not_learned() -> None:
     cases = runs_of(msgspec.structs.replace(START, pace=1.3), noise=0.02)
-    found = learning_trials(cases, 3, 4)
-    assert found.mape is not None
-    assert found.zero_shot_mape is not None
-    assert found.mape < 0.3 * found.zero_shot_mape
-    assert found == learning_trials(cases, 3, 4), "draws are repeatable"
-    assert found.coverage is not None
-    assert found.coverage > 0.6
+    trials = learning_trials(cases, 3, 4)
+    assert trials.mape is not None
+    assert trials.zero_shot_mape is not None
+    assert trials.mape < 0.3 * trials.zero_shot_mape
+    assert trials == learning_trials(cases, 3, 4), "draws are repeatable"
+    assert trials.coverage is not None
+    assert trials.coverage > 0.6
 
 
 # --- commands --------------------------------------------------------------------------------------------------------
@@ -271,9 +271,9 @@ def test_the_commands_learn_and_use_what_was_learned(tmp_path: Path, capsys: pyt
     assert cli(["validate", str(path), "--software", str(target), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["mape"] < 3
     assert cli(["validate", str(path), "--choose", "--learn", "3", "--repeats", "2", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["learning"]["mape"] < 0.5 * found["learning"]["zero_shot_mape"]
-    assert len(found["choices"]["choices"]) == 2
+    decoded = json.loads(capsys.readouterr().out)
+    assert decoded["learning"]["mape"] < 0.5 * decoded["learning"]["zero_shot_mape"]
+    assert len(decoded["choices"]["choices"]) == 2
     assert cli(["validate", str(path), "--choose", "--learn", "3", "--repeats", "2"]) == 0
     out = capsys.readouterr().out
     assert "2 sweeps: 0 choices ran out of memory" in out
@@ -358,11 +358,11 @@ def test_each_stack_of_a_table_is_learned_by_itself(tmp_path: Path, capsys: pyte
     path = table(tmp_path / "runs.csv", *rows, columns=(*ROW, "software"))
     assert cli(["validate", str(path), "--learn", "3", "--repeats", "2"]) == 0
     assert "each learned by itself: megatron-lm, nemo" in capsys.readouterr().out
-    found = learning_trials(read_cases(path)[0], 3, 2)
-    assert (found.software, found.too_few) == (("megatron-lm", "nemo"), ())
-    assert found.mape is not None
-    assert found.zero_shot_mape is not None
-    assert found.mape < 0.6 * found.zero_shot_mape
+    trials = learning_trials(read_cases(path)[0], 3, 2)
+    assert (trials.software, trials.too_few) == (("megatron-lm", "nemo"), ())
+    assert trials.mape is not None
+    assert trials.zero_shot_mape is not None
+    assert trials.mape < 0.6 * trials.zero_shot_mape
 
 
 def test_plans_by_sizes_use_the_profile(capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,13 +47,16 @@ def slowness(cluster: Cluster) -> list[float]:
 
 @pytest.mark.parametrize(("compute", "communication"), [(1.25, 1.0), (1.0, 2.0), (0.8, 1.5)])
 def test_planted_factors_are_found_from_some_runs(compute: float, communication: float) -> None:
-    found = learn_ledgers([run(compute, communication, seed=seed) for seed in range(1, 13)], CLUSTER)
-    assert found.cluster.software.pace == pytest.approx(compute, rel=0.02)
-    assert slowness(found.cluster) == [pytest.approx(communication, rel=0.05), 1.0]
-    assert found.learned.error_before is not None
-    assert found.learned.error is not None
-    assert found.learned.error < 0.25 * found.learned.error_before
-    assert {number.name for number in found.learned.numbers if number.told} == {"pace", "communication over box"}
+    learned = learn_ledgers([run(compute, communication, seed=seed) for seed in range(1, 13)], CLUSTER)
+    assert learned.cluster.software.pace == pytest.approx(compute, rel=0.02)
+    assert slowness(learned.cluster) == [pytest.approx(communication, rel=0.05), 1.0]
+    assert learned.learned.error_before is not None
+    assert learned.learned.error is not None
+    assert learned.learned.error < 0.25 * learned.learned.error_before
+    assert {number.name for number in learned.learned.numbers if number.is_learned} == {
+        "pace",
+        "communication over box",
+    }
 
 
 @given(st.floats(0.4, 2.5), st.floats(0.4, 2.5))
@@ -90,16 +93,16 @@ def test_assumed_rates_follow_one_run_and_are_no_assumption_afterwards() -> None
 
 def test_a_run_that_was_disturbed_does_not_move_the_others() -> None:
     quiet = [run(1.1, seed=seed) for seed in range(1, 9)]
-    found = learn_ledgers([*quiet, run(5.0)], CLUSTER)
-    assert found.cluster.software.pace == pytest.approx(1.1, rel=0.05)
+    learned = learn_ledgers([*quiet, run(5.0)], CLUSTER)
+    assert learned.cluster.software.pace == pytest.approx(1.1, rel=0.05)
 
 
 def test_what_a_run_does_not_tell_stays() -> None:
     alone = ledger((times(0, 8.0, 0.0, 0.0, 0.0), times(0, 10.0, 0.0, 0.0, 0.0)))
-    found = learn_ledgers([alone], CLUSTER)
-    assert [number.name for number in found.learned.numbers] == ["pace"]
-    assert found.cluster.levels == CLUSTER.levels
-    others = msgspec.structs.replace(found.cluster.software, pace=1.0, runs=0, taught=(), spread=Spread())
+    learned = learn_ledgers([alone], CLUSTER)
+    assert [number.name for number in learned.learned.numbers] == ["pace"]
+    assert learned.cluster.levels == CLUSTER.levels
+    others = msgspec.structs.replace(learned.cluster.software, pace=1.0, runs=0, taught=(), spread=Spread())
     assert others == CLUSTER.software
 
 
@@ -111,12 +114,12 @@ def test_a_level_learns_from_the_runs_that_cross_it() -> None:
 
 
 def test_a_run_as_predicted_leaves_the_numbers_and_says_so() -> None:
-    found = learn_ledgers([run()], CLUSTER)
-    assert found.cluster.software.pace == pytest.approx(1.0)
-    assert slowness(found.cluster) == pytest.approx([1.0, 1.0])
-    assert found.cluster.source == "measured; corrected by a run of GPT as dp2"
-    assert found.cluster.software.spread.step < Spread().step, "runs make predictions surer"
-    assert files.decode(msgspec.toml.encode(found.cluster), Cluster, where="c.toml", toml=True) == found.cluster
+    learned = learn_ledgers([run()], CLUSTER)
+    assert learned.cluster.software.pace == pytest.approx(1.0)
+    assert slowness(learned.cluster) == pytest.approx([1.0, 1.0])
+    assert learned.cluster.source == "measured; corrected by a run of GPT as dp2"
+    assert learned.cluster.software.spread.step < Spread().step, "runs make predictions surer"
+    assert files.decode(msgspec.toml.encode(learned.cluster), Cluster, where="c.toml", toml=True) == learned.cluster
 
 
 # --- once ------------------------------------------------------------------------------------------------------------

@@ -86,8 +86,8 @@ def test_measured_times_are_medians_over_steps_by_rank_and_part() -> None:
         {0: (9.0, 9.0, 0.0), 1: (10.0, 8.0, 0.0)},
     )
     assert found.num_steps == 3
-    assert [one.measured.compute_s for one in found.ranks] == [9.0, 10.0]
-    assert [one.measured.exposed_s for one in found.ranks] == [3.0, 1.0]
+    assert [rank.measured.compute_s for rank in found.ranks] == [9.0, 10.0]
+    assert [rank.measured.exposed_s for rank in found.ranks] == [3.0, 1.0]
     assert found.measured_step_s == 13.0
     assert found.step_ratio == 10.0 / 13.0
 
@@ -128,15 +128,15 @@ def test_copies_of_the_state_are_named_parts_of_a_peak() -> None:
     )
     before = step(DP, AS_PREDICTED, "simulated", {0: 8 * MIB, 1: 5 * MIB})
     after = step(DP, AS_PREDICTED, peaks={0: 7 * MIB, 1: 5 * MIB})
-    found = make_ledger(DP, before, [after], BOX, parts={0: parts})
-    lines = [line for line in found.table().splitlines() if line.startswith(("        peak", "        of it"))]
+    made_ledger = make_ledger(DP, before, [after], BOX, parts={0: parts})
+    lines = [line for line in made_ledger.table().splitlines() if line.startswith(("        peak", "        of it"))]
     assert lines == [
         "        peak memory                 8 MiB      7 MiB      1.14",
         "        of it copies in memory      2 MiB      2 MiB      1.00",
         "        of it staging of saves      1 MiB      0 MiB         -",
         "        peak memory                 5 MiB      5 MiB      1.00",
     ]
-    assert files.decode(files.encode_json(found), Ledger, where="test") == found
+    assert files.decode(files.encode_json(made_ledger), Ledger, where="test") == made_ledger
 
 
 def test_steps_and_peaks_have_intervals_of_80_percent() -> None:
@@ -287,17 +287,20 @@ def test_waiting_for_data_is_a_part_of_its_own_and_says_what_the_disk_lacks() ->
     late = step(DP, times)
     waits = tuple(Span(rank, "data", "waiting for data", -0.5, 0.0) for rank in times)
     waited = msgspec.structs.replace(late, spans=(*waits, *late.spans))
-    found = make_ledger(DP, step(DP, times, "simulated"), [waited], BOX)
-    assert [(row.rank, row.measured) for row in found.rows() if row.what == "waiting for data"] == [(0, 0.5), (1, 0.5)]
-    assert [row.measured for row in found.rows() if row.what == "step"] == [1.5, 1.5]
-    assert found.worst.part == "waiting for data"
-    assert "The data lie in memory" in found.explanation
+    made_ledger = make_ledger(DP, step(DP, times, "simulated"), [waited], BOX)
+    assert [(row.rank, row.measured) for row in made_ledger.rows() if row.what == "waiting for data"] == [
+        (0, 0.5),
+        (1, 0.5),
+    ]
+    assert [row.measured for row in made_ledger.rows() if row.what == "step"] == [1.5, 1.5]
+    assert made_ledger.worst.part == "waiting for data"
+    assert "The data lie in memory" in made_ledger.explanation
     use = DataUse(
         data="files", num_ranks=2, num_steps=9, fetches={"own memory": 30, "file system": 10}, misses=10,
         predicted_misses=10, belady_misses=9, lru_misses=35, waited_s=0.5, predicted_waited_s=0.4,
         file_bytes_per_s=2.0**20, needed_bytes_per_s=2.0**21, num_bad=2, bad=("a.png",),
     )  # fmt: skip
-    told = msgspec.structs.replace(found, data=use)
+    told = msgspec.structs.replace(made_ledger, data=use)
     assert "need 2 MiB/s from the file system, which gives 1 MiB/s" in told.explanation
     for text in ("own memory", "75.0%", "(Belady)", "400 ms", "500 ms"):
         assert text in told.table()

@@ -80,10 +80,10 @@ def planted(name: str) -> Result:
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_misleads_is_refused(name: str) -> None:
     rule, key, remedy = REFUSED[name]
-    found = lint(planted(name))
-    assert (found[0].rule, found[0].key) == (rule, key)
-    assert remedy in found[0].remedy
-    assert {one.rule for one in found} <= {rule, "spread"}, "one planted fault, one rule"
+    refusals = lint(planted(name))
+    assert (refusals[0].rule, refusals[0].key) == (rule, key)
+    assert remedy in refusals[0].remedy
+    assert {one.rule for one in refusals} <= {rule, "spread"}, "one planted fault, one rule"
 
 
 def test_what_is_honest_passes_and_has_every_kind_of_finding() -> None:
@@ -106,7 +106,7 @@ def test_a_duration_may_pass_although_ranks_share_cores(verdict: Verdict, rules:
 @pytest.mark.parametrize(("busy_cores", "rules"), [(0.8, []), (2.0, []), (2.1, ["cores"])])
 def test_ranks_that_sleep_are_judged_by_the_cores_that_they_keep_busy(busy_cores: float, rules: list[str]) -> None:
     example = planted("more-ranks-than-cores")
-    busy = {name: msgspec.structs.replace(one, busy_cores=busy_cores) for name, one in example.settings.items()}
+    busy = {name: msgspec.structs.replace(setting, busy_cores=busy_cores) for name, setting in example.settings.items()}
     result = msgspec.structs.replace(example, settings=busy)
     assert [refusal.rule for refusal in lint(result) if refusal.rule == "cores"] == rules
 
@@ -142,11 +142,11 @@ def result(*findings: Comparison | Scaling) -> Result:
 
 
 def comparison(ours: list[float], theirs: list[float]) -> Comparison:
-    found = ratio(ours, theirs)
+    estimate = ratio(ours, theirs)
     series = {name: Series.of(values, settings="2", run="one") for name, values in (("ours", ours), ("theirs", theirs))}
     return Comparison(
-        target="any", verdict="pass" if found.high <= 1 else "undecided", measured=str(found), series=series,
-        ours="ours", baseline="theirs", ratio=found.value, interval=found.interval, limit=1.0,
+        target="any", verdict="pass" if estimate.high <= 1 else "undecided", measured=str(estimate), series=series,
+        ours="ours", baseline="theirs", ratio=estimate.value, interval=estimate.interval, limit=1.0,
     )  # fmt: skip
 
 
@@ -187,11 +187,11 @@ def test_a_kind_of_scaling_passes_under_its_own_name_only(seconds: list[float], 
 
 @given(SECONDS)
 def test_the_interval_holds_the_median(seconds: list[float]) -> None:
-    found = median(seconds)
-    assert found.value == statistics.median(seconds)
-    assert min(seconds) <= found.low <= found.value <= found.high <= max(seconds)
-    rate = found.inverse().times(2.0)
-    assert rate.low <= rate.value == pytest.approx(2 / found.value)
+    middle = median(seconds)
+    assert middle.value == statistics.median(seconds)
+    assert min(seconds) <= middle.low <= middle.value <= middle.high <= max(seconds)
+    rate = middle.inverse().times(2.0)
+    assert rate.low <= rate.value == pytest.approx(2 / middle.value)
     assert rate.value <= rate.high
 
 
@@ -256,9 +256,9 @@ def test_a_result_is_stale_once_its_program_has_changed(
     (checkout / file).write_text(text)
     if committed:
         git(checkout, "commit", "-q", "-a", "-m", "changed")
-    found = refused(checkout)
-    assert len(found) == bool(problem)
-    assert all(problem in one for one in found)
+    problems = refused(checkout)
+    assert len(problems) == bool(problem)
+    assert all(problem in one for one in problems)
 
 
 def test_a_script_that_is_started_by_its_name_counts(checkout: Path) -> None:

@@ -138,7 +138,7 @@ def test_coded_means_lose_nothing(codec: str, count: int) -> None:
     first = next(iter(done.values()))[0]
     received = sum(count * means[0] for _, _, means in first)
     for results, _, _ in done.values():
-        assert all(torch.equal(mine[2][0], theirs[2][0]) for mine, theirs in zip(results, first, strict=True))
+        assert all(torch.equal(result[2][0], theirs[2][0]) for result, theirs in zip(results, first, strict=True))
     given_ = sum(values(replica, number, lengths)[0] for replica in range(count) for number in range(rounds))
     left = sum(mean._residuals[0][0] for _, _, mean in done.values() if mean._residuals)
     if codec_of(codec).feedback:

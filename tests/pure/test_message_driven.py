@@ -20,12 +20,12 @@ from meshwright.ir.mesh import Mesh
 from meshwright.ir.schedule import Action, ActionKind, ActionList, Schedule
 from meshwright.ir.trace import Trace
 from meshwright.schedules.check import check
-from meshwright.schedules.message_driven import Progress, most_in_flight, next_action, ordered, with_most_in_flight
+from meshwright.schedules.message_driven import RankProgress, most_in_flight, next_action, ordered, with_most_in_flight
 from meshwright.schedules.pipeline import build, training_schedule
 from meshwright.schedules.timing import run
 from meshwright.simulate.engine import play
 from meshwright.simulate.faults import Faults
-from meshwright.simulate.played import Played
+from meshwright.simulate.played import PlayedStep
 from tests.pure.test_cost import setup
 from tests.pure.test_simulate import FREE, cluster, work
 from tests.tries import tries
@@ -62,20 +62,20 @@ def assert_obeys(schedule: Schedule, limit: int, num_microbatches: int) -> None:
 
 
 def test_a_backward_that_is_ready_goes_first() -> None:
-    progress = Progress(1, 3, 4, 4, activations=3, gradients=1, forwards=2)
+    progress = RankProgress(1, 3, 4, 4, activations=3, gradients=1, forwards=2)
     assert next_action(progress) == Action(1, B, 0)
     assert next_action(progress._replace(backwards=1)) == Action(1, F, 2)
 
 
 def test_a_forward_waits_for_room() -> None:
-    progress = Progress(0, 2, 4, 2, forwards=2)
+    progress = RankProgress(0, 2, 4, 2, forwards=2)
     assert next_action(progress) is None
     assert next_action(progress.received(B)) == Action(0, B, 0)
-    assert next_action(Progress(0, 2, 4, 2, gradients=1, forwards=2, backwards=1)) == Action(0, F, 2)
+    assert next_action(RankProgress(0, 2, 4, 2, gradients=1, forwards=2, backwards=1)) == Action(0, F, 2)
 
 
 def test_a_rank_that_has_run_all_has_nothing_to_do() -> None:
-    progress = Progress(1, 2, 1, 1, activations=1)
+    progress = RankProgress(1, 2, 1, 1, activations=1)
     for action in (Action(1, F, 0), Action(1, B, 0)):
         assert next_action(progress) == action
         progress = progress.after(action)
@@ -129,7 +129,7 @@ def test_memory_is_counted_for_the_most_that_may_be_in_flight(p: int, m: int, li
 # --- in the simulator ------------------------------------------------------------------------------------------------
 
 
-def played(schedule: Schedule, *, jitter: float = 0.0, seed: int = 0, **options: object) -> Played:
+def played(schedule: Schedule, *, jitter: float = 0.0, seed: int = 0, **options: object) -> PlayedStep:
     p = len(schedule.ranks)
     faults = Faults(jitter=jitter, seed=seed)
     return play(schedule, work(p), Mesh.of(pp=p), FREE, faults=faults, **options)  # type: ignore[arg-type]

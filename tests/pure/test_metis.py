@@ -56,7 +56,7 @@ def test_eight_stages_follow_from_one_two_and_four(micro: int) -> None:
 @pytest.mark.parametrize("micro", PUBLISHED)
 def test_uneven_layers_are_better_than_equally_many(micro: int) -> None:
     """The head takes as long as two blocks, so it is a stage of its own."""
-    found = assign_stages(prices(layers_of(micro)), (8,), BATCH // micro)
-    assert found is not None
-    assert found.stages[-1].first == found.stages[-1].last == 9
-    assert found.step_s < 0.75 * PUBLISHED[micro][3]
+    assignment = assign_stages(prices(layers_of(micro)), (8,), BATCH // micro)
+    assert assignment is not None
+    assert assignment.stages[-1].first == assignment.stages[-1].last == 9
+    assert assignment.step_s < 0.75 * PUBLISHED[micro][3]

@@ -40,7 +40,7 @@ def test_matrices_are_doubly_stochastic(topology: str, count: int, step: int) ->
 def test_replicas_that_live_mix(topology: str, living: set[int], step: int) -> None:
     """Of any members, those that send to a replica are those of its row, and rows and columns sum up to 1."""
     rule, members = gossip(topology), sorted(living)
-    rows = {mine: weights(rule, members, mine, step) for mine in members}
+    rows = {member: weights(rule, members, member, step) for member in members}
     for mine, row in rows.items():
         assert {peer for peer in row if peer != mine} == set(incoming(rule, members, mine, step))
         assert all(mine in outgoing(rule, members, peer, step) for peer in row if peer != mine)
@@ -107,10 +107,10 @@ def test_edges_have_metropolis_weights(dead: set[int]) -> None:
     """Of the whole graph, so that rows sum up to 1 whoever dies."""
     rule = gossip("edges=0-1 1-2 2-3 3-0 0-2 4-0:0.05")
     members = [each for each in range(5) if each not in dead]
-    for mine in members:
-        row = weights(rule, members, mine, 0)
+    for member in members:
+        row = weights(rule, members, member, 0)
         assert min(row.values()) >= 0
-        assert all(row[peer] == weights(rule, members, peer, 0)[mine] for peer in row)
+        assert all(row[peer] == weights(rule, members, peer, 0)[member] for peer in row)
         assert math.isclose(sum(row.values()), 1)
 
 

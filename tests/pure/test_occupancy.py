@@ -111,7 +111,7 @@ def test_the_verdict_leaves_a_margin(limit: float, verdict: str) -> None:
     """With a deviation of 5 %, 9 of 10 peaks are at most 6.6 % above the predicted."""
     peaks = peak_memory(StepWork((stage(),)), schedule("none", 1, 1))
     assert peaks[0].peak_bytes == 117
-    assert memory_verdict(max(one.peak_bytes for one in peaks), limit, 0.05) == verdict
+    assert memory_verdict(max(peak.peak_bytes for peak in peaks), limit, 0.05) == verdict
 
 
 @given(st.floats(1e6, 1e12), st.floats(1e6, 1e12), st.floats(0.01, 1.0))
@@ -168,9 +168,9 @@ def test_stages_of_equal_work_have_the_bubble_of_the_closed_form() -> None:
     """m micro-batches of 3 s, and p - 1 more of them for filling and draining (GPipe, 1F1B)."""
     work = StepWork((stage(), stage(), stage()))
     for name in ("gpipe", "1f1b"):
-        found = predict_step(work, schedule(name, 3, 6), Mesh.of(pp=3), cluster())
-        assert found.step_s == pytest.approx((6 + 2) * 3.0)
-        assert found.compute_s == 6 * 3.0
+        prediction = predict_step(work, schedule(name, 3, 6), Mesh.of(pp=3), cluster())
+        assert prediction.step_s == pytest.approx((6 + 2) * 3.0)
+        assert prediction.compute_s == 6 * 3.0
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])
@@ -195,9 +195,9 @@ def test_messages_and_collectives_are_added() -> None:
     one = stage(pieces=pieces, sent_up_bytes=10**6, sent_down_bytes=10**6)
     machine, mesh = cluster(), Mesh.of(pp=2, dp=2)
     network = Network(machine)
-    found = predict_step(StepWork((one, one)), schedule("gpipe", 2, 1), mesh, machine)
+    prediction = predict_step(StepWork((one, one)), schedule("gpipe", 2, 1), mesh, machine)
     expected = 6.0 + 2 * network.send_s(10**6, 2) + network.collective_s("all_reduce", 10**6, Group(2))
-    assert found.step_s == pytest.approx(expected)
+    assert prediction.step_s == pytest.approx(expected)
 
 
 # --- measured tables -------------------------------------------------------------------------------------------------
@@ -241,11 +241,11 @@ def test_what_was_not_measured_has_the_closed_form() -> None:
     [(1, 1, 1.0, 2e-6), (4, 1, 0.7, 3e-6), (3, 1, 0.7, 3e-6), (1, 2, 0.9, 4e-6), (1, 8, 0.9, 4e-6)],
 )
 def test_the_nearest_condition_counts(ranks: int, threads: int, fraction: float, kernel_s: float) -> None:
-    found = CORE.under(ranks=ranks, threads=threads)
-    assert found.efficiency_at("matmul", 1e6) == fraction
-    assert found.efficiency_at("norm", 1e6) == 0.5  # not measured then
-    assert found.kernels is not None
-    assert found.kernels.kernel_s == kernel_s
+    inner = CORE.under(ranks=ranks, threads=threads)
+    assert inner.efficiency_at("matmul", 1e6) == fraction
+    assert inner.efficiency_at("norm", 1e6) == 0.5  # not measured then
+    assert inner.kernels is not None
+    assert inner.kernels.kernel_s == kernel_s
 
 
 def test_several_threads_have_the_peak_of_all() -> None:

@@ -34,9 +34,9 @@ BYTES = st.integers(10**6, 10**9)
 def step_s(work: StepWork, mesh: Mesh, name: str, microbatches: int, chunks: int = 1) -> tuple[float, float]:
     """The seconds of a step in closed form and simulated."""
     schedule = training_schedule(name, mesh.size("pp") if mesh.has("pp") else 1, microbatches, chunks)
-    found = predict_step(work, schedule, mesh, CLUSTER, overlap=True)
-    assert found.compute_s + found.communication_s <= found.step_s + 1e-9
-    return found.step_s, play(schedule, work, mesh, CLUSTER).step_s
+    prediction = predict_step(work, schedule, mesh, CLUSTER, overlap=True)
+    assert prediction.compute_s + prediction.communication_s <= prediction.step_s + 1e-9
+    return prediction.step_s, play(schedule, work, mesh, CLUSTER).step_s
 
 
 @st.composite

@@ -11,7 +11,7 @@ from meshwright.cost.fabric import Fabric
 from meshwright.cost.work import Communicate
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.cluster_names import load_device
-from meshwright.ir.level import Level, Member
+from meshwright.ir.level import Level, LevelMembers
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.part import memory_of, part_of, pools_of, stage_cluster
 
@@ -26,13 +26,13 @@ ALIKE = Cluster(
 )
 
 
-def unlike(*members: Member, links: int = 4) -> Cluster:
+def unlike(*members: LevelMembers, links: int = 4) -> Cluster:
     count = sum(member.count for member in members)
     network = Level(name="network", fan_out=count, alpha_s=1e-5, beta_s_per_byte=1 / 20e9, links=links, members=members)
     return Cluster(name="unlike", num_devices=8 * count, device=A100, levels=(network,))
 
 
-MIXED = unlike(Member(count=2, levels=(NVLINK,)), Member(count=1, device=V100, levels=(SLOW_NVLINK,)))
+MIXED = unlike(LevelMembers(count=2, levels=(NVLINK,)), LevelMembers(count=1, device=V100, levels=(SLOW_NVLINK,)))
 
 
 def test_ranks_in_whole_boxes_see_the_cluster_itself() -> None:
@@ -69,7 +69,7 @@ def test_boxes_of_a_kind_that_follow_one_another_are_a_pool() -> None:
 
 def test_unlike_members_without_unlike_numbers_cost_what_equal_boxes_cost() -> None:
     """The same machine, said with and without members."""
-    said = unlike(Member(count=1, levels=(NVLINK,)), Member(count=1, levels=(NVLINK,)))
+    said = unlike(LevelMembers(count=1, levels=(NVLINK,)), LevelMembers(count=1, levels=(NVLINK,)))
     for mesh in (Mesh.of(pp=2, dp=8), Mesh.of(pp=2, dp=4, tp=2), Mesh.of(pp=1, dp=16)):
         plain, other = Fabric(ALIKE, mesh), Fabric(said, mesh)
         for axis in ("dp", "tp"):

@@ -311,7 +311,7 @@ def test_push_sum_weights_sum_up_to_the_number_of_replicas(
             assert isinstance(each.exchange, PushSumExchange)
             total += each.exchange.weight
             mass += each.exchange.weight * each.parameters[0]
-            shares = [tensors for *_, tensors in each.exchange._came]
+            shares = [tensors for *_, tensors in each.exchange._shares]
             shares += [
                 letter.tensors
                 for (_, to), wire in network.wires.items()

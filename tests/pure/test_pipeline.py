@@ -63,7 +63,7 @@ def texts(schedule: Schedule) -> list[list[str]]:
 def test_every_schedule_can_run_and_communication_costs_no_time(schedule: Schedule) -> None:
     alone, whole = check(schedule), check(complete(schedule))
     assert (alone.bubble, alone.duration, alone.borders) == (whole.bubble, whole.duration, whole.borders)
-    assert [one.live_activations for one in alone.ranks] == [one.live_activations for one in whole.ranks]
+    assert [rank.live_activations for rank in alone.ranks] == [rank.live_activations for rank in whole.ranks]
 
 
 @TRIED
@@ -71,7 +71,7 @@ def test_every_schedule_can_run_and_communication_costs_no_time(schedule: Schedu
 def test_bubble_of_gpipe_1f1b_and_message_driven(p: int, m: int, name: str) -> None:
     report = check(build(name, p, m))
     assert report.bubble == pytest.approx((p - 1) / m, abs=1e-12)
-    assert [one.bubble for one in report.ranks] == pytest.approx([(p - 1) / m] * p, abs=1e-12)
+    assert [rank.bubble for rank in report.ranks] == pytest.approx([(p - 1) / m] * p, abs=1e-12)
 
 
 @pytest.mark.parametrize("v", [1, 2, 3, 4])
@@ -87,36 +87,36 @@ def test_interleaving_divides_the_bubble_by_the_chunks(p: int, v: int) -> None:
 def test_zero_bubble_h1_keeps_p_micro_batches_and_a_third_of_the_bubble(p: int, more: int) -> None:
     report = check(build("zb-h1", p, p + more))
     assert report.bubble == pytest.approx((p - 1) / (3 * (p + more)), abs=1e-12)
-    assert [one.live_microbatches for one in report.ranks] == [p] * p
+    assert [rank.live_microbatches for rank in report.ranks] == [p] * p
 
 
 @TRIED
 @given(RANKS, st.integers(0, 8))
 def test_zero_bubble_h2_waits_only_before_its_first_action_and_after_its_last(p: int, more: int) -> None:
     report = check(build("zb-h2", p, m := 2 * p - 1 + more))
-    assert [one.gaps for one in report.ranks] == [0] * p
-    assert [one.times[0][0] for one in report.ranks] == list(range(p))
+    assert [rank.gaps for rank in report.ranks] == [0] * p
+    assert [rank.times[0][0] for rank in report.ranks] == list(range(p))
     assert report.bubble == pytest.approx((p - 1) / (3 * m), abs=1e-12)
-    assert [one.live_microbatches for one in report.ranks] == [2 * p - 1] * p
+    assert [rank.live_microbatches for rank in report.ranks] == [2 * p - 1] * p
 
 
 @TRIED
 @given(RANKS, st.integers(0, 8))
 def test_zero_bubble_v_does_so_with_half_the_wait_and_the_memory_of_1f1b(p: int, more: int) -> None:
     report = check(build("zb-v", p, m := 2 * p - 1 + more, 2))
-    assert [one.gaps for one in report.ranks] == [0] * p
-    assert [one.times[0][0] for one in report.ranks] == [rank / 2 for rank in range(p)]
+    assert [rank.gaps for rank in report.ranks] == [0] * p
+    assert [rank.times[0][0] for rank in report.ranks] == [rank / 2 for rank in range(p)]
     assert report.bubble == pytest.approx((p - 1) / (6 * m), abs=1e-12)
-    assert [one.live_microbatches for one in report.ranks] == [p] * p
+    assert [rank.live_microbatches for rank in report.ranks] == [p] * p
 
 
 @TRIED
 @given(RANKS, st.integers(0, 8))
 def test_dual_pipe_v_keeps_one_chunk_more_and_waits_as_long(p: int, more: int) -> None:
     report = check(build("dualpipe-v", p, m := 2 * p + more, 2))
-    assert [one.gaps for one in report.ranks] == pytest.approx([(p - 1 - r) / (6 * m) for r in range(p)], abs=1e-12)
+    assert [rank.gaps for rank in report.ranks] == pytest.approx([(p - 1 - r) / (6 * m) for r in range(p)], abs=1e-12)
     assert report.bubble == pytest.approx((p - 1) / (6 * m), abs=1e-12)
-    assert [one.live_microbatches for one in report.ranks] == [p + 1 / 2] * p
+    assert [rank.live_microbatches for rank in report.ranks] == [p + 1 / 2] * p
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
@@ -149,9 +149,9 @@ def test_more_memory_makes_zero_bubble_schedules_faster(p: int, more: int, f: in
 
 
 def test_stages_of_a_v_come_back() -> None:
-    assert [one.stages for one in check(build("zb-v", 3, 5, 2)).ranks] == [(0, 5), (1, 4), (2, 3)]
-    assert [one.stages for one in check(build("interleaved", 3, 6, 2)).ranks] == [(0, 3), (1, 4), (2, 5)]
-    assert [one.sent_per_microbatch for one in check(build("zb-v", 3, 5, 2)).ranks] == [2, 4, 2]
+    assert [rank.stages for rank in check(build("zb-v", 3, 5, 2)).ranks] == [(0, 5), (1, 4), (2, 3)]
+    assert [rank.stages for rank in check(build("interleaved", 3, 6, 2)).ranks] == [(0, 3), (1, 4), (2, 5)]
+    assert [rank.sent_per_microbatch for rank in check(build("zb-v", 3, 5, 2)).ranks] == [2, 4, 2]
 
 
 @TRIED
@@ -159,15 +159,15 @@ def test_stages_of_a_v_come_back() -> None:
 def test_stages_lie_where_the_pipeline_says(schedule: Schedule) -> None:
     pipeline = Pipeline(len(schedule.ranks), schedule.name, schedule.num_chunks)
     assert schedule.homes == {stage: pipeline.rank_of(stage) for stage in range(schedule.num_stages)}
-    assert [one.stages for one in check(schedule).ranks] == [*map(pipeline.stages_of, range(pipeline.num_ranks))]
+    assert [rank.stages for rank in check(schedule).ranks] == [*map(pipeline.stages_of, range(pipeline.num_ranks))]
     assert pipeline.last_rank == schedule.homes[pipeline.num_stages - 1]
 
 
 @TRIED
 @given(RANKS, MICROBATCHES)
 def test_live_micro_batches_of_gpipe_and_1f1b(p: int, m: int) -> None:
-    assert [one.live_microbatches for one in check(build("gpipe", p, m)).ranks] == [m] * p
-    assert [one.live_microbatches for one in check(build("1f1b", p, m)).ranks] == [
+    assert [rank.live_microbatches for rank in check(build("gpipe", p, m)).ranks] == [m] * p
+    assert [rank.live_microbatches for rank in check(build("1f1b", p, m)).ranks] == [
         min(m, p - rank) for rank in range(p)
     ]
 
@@ -178,7 +178,7 @@ def test_live_micro_batches_of_interleaved(p: int, v: int, rounds: int) -> None:
     report = check(build("interleaved", p, rounds * p, v))
     assert report.live_microbatches == pytest.approx(p + (p - 1) / v)  # p·(1 + (p-1)/(p·v)), Narayanan et al. 2021
     expected = [(v - 1) * p + 2 * (p - 1 - rank) + 1 for rank in range(p)]
-    assert [one.live_activations for one in report.ranks] == expected
+    assert [rank.live_activations for rank in report.ranks] == expected
 
 
 @TRIED
@@ -210,15 +210,15 @@ def test_chunks_of_one_rank_need_no_sends() -> None:
 def test_sends_of_a_micro_batch_are_those_that_stand_in_the_schedule(schedule: Schedule) -> None:
     sends = (ActionKind.SEND_F, ActionKind.SEND_B)
     for actions, rank in zip(complete(schedule).ranks, check(schedule).ranks, strict=True):
-        found = Counter(action.microbatch for action in actions if action.kind in sends)
-        assert [found[one] for one in range(schedule.num_microbatches)] == (
+        counts = Counter(action.microbatch for action in actions if action.kind in sends)
+        assert [counts[one] for one in range(schedule.num_microbatches)] == (
             [rank.sent_per_microbatch] * schedule.num_microbatches
         )
 
 
 def test_sends_grow_with_the_chunks() -> None:
-    assert [one.sent_per_microbatch for one in check(build("1f1b", 4, 8)).ranks] == [1, 2, 2, 1]
-    assert [one.sent_per_microbatch for one in check(build("interleaved", 4, 8, 2)).ranks] == [3, 4, 4, 3]
+    assert [rank.sent_per_microbatch for rank in check(build("1f1b", 4, 8)).ranks] == [1, 2, 2, 1]
+    assert [rank.sent_per_microbatch for rank in check(build("interleaved", 4, 8, 2)).ranks] == [3, 4, 4, 3]
     (border,) = check(build("1f1b", 2, 2)).borders
     assert (border.stage, border.rank, border.next_rank, border.activations, border.gradients) == (0, 0, 1, 1, 1)
 
@@ -242,7 +242,9 @@ def test_communication_stands_where_values_are_made_and_come() -> None:
 def test_passes_keep_the_computing_and_may_change_places(schedule: Schedule) -> None:
     made = complete(schedule)
     assert made == add_communication(add_reduction(schedule))
-    assert [[one for one in actions if one.kind.computes] for actions in made.ranks] == [*map(list, schedule.ranks)]
+    assert [[action for action in actions if action.kind.computes] for actions in made.ranks] == [
+        *map(list, schedule.ranks)
+    ]
 
 
 @TRIED
@@ -252,9 +254,9 @@ def test_a_rank_receives_in_the_order_in_which_another_sends(schedule: Schedule)
     rank_of = {action.stage: rank for rank, actions in enumerate(made.ranks) for action in actions}
     for sender, actions in enumerate(made.ranks):
         for receiver, others in enumerate(made.ranks):
-            sent = [one for one in actions if one.kind.transfers and one.kind not in RECEIVES]
+            sent = [action for action in actions if action.kind.transfers and action.kind not in RECEIVES]
             to = [one for one in sent if rank_of[one.stage + (1 if one.kind is ActionKind.SEND_F else -1)] == receiver]
-            come = [one for one in others if one.kind in RECEIVES and rank_of[partner(one).stage] == sender]
+            come = [other for other in others if other.kind in RECEIVES and rank_of[partner(other).stage] == sender]
             assert to == [partner(one) for one in come]
 
 
@@ -321,7 +323,7 @@ def test_pictures(name: str, num_chunks: int) -> None:
 
 
 def times(report: ScheduleReport) -> tuple[tuple[tuple[float, float], ...], ...]:
-    return tuple(one.times for one in report.ranks)
+    return tuple(rank.times for rank in report.ranks)
 
 
 @TRIED
@@ -335,7 +337,9 @@ def test_pictures_fit_on_a_page_and_show_every_action(schedule: Schedule, costs:
             line[len(f"rank {rank}  ") :] + " " for line in drawn.splitlines() if line.startswith(f"rank {rank} ")
         )
         cells = [cell.rstrip("-") for cell in row.split() if cell.strip("-.")]
-        assert cells == [str(one) if with_stage else str(one).removeprefix(str(one.stage)) for one in actions]
+        assert cells == [
+            str(action) if with_stage else str(action).removeprefix(str(action.stage)) for action in actions
+        ]
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals

@@ -11,7 +11,7 @@ from meshwright.errors import ClusterError
 from meshwright.ir.cluster import Cluster, CollectiveTiming
 from meshwright.ir.device import Device, Kernels
 from meshwright.ir.ledger import Ledger, RankEntry
-from meshwright.ir.level import Level, Member
+from meshwright.ir.level import Level, LevelMembers
 from meshwright.ir.summary import RankTimes
 
 CORE = Device(
@@ -56,7 +56,7 @@ FACTORS = st.floats(1.01 / MOST, 0.99 * MOST)
 
 @given(st.lists(PARTS, min_size=1, max_size=4), FACTORS)
 def test_a_run_that_takes_k_times_as_long_gives_k(parts: list[tuple[float, float, float, float]], k: float) -> None:
-    pairs = [(times(rank, *one), times(rank, *(k * seconds for seconds in one))) for rank, one in enumerate(parts)]
+    pairs = [(times(rank, *part), times(rank, *(k * seconds for seconds in part))) for rank, part in enumerate(parts)]
     found = factors(ledger(*pairs))
     assert (found.compute, found.communication) == pytest.approx((k, k))
 
@@ -87,25 +87,25 @@ def test_what_is_too_little_to_tell_from_changes_nothing() -> None:
 
 
 def test_a_slower_level_slows_its_links_and_its_measured_collectives() -> None:
-    found = with_slower_levels(CLUSTER, {"box": 3.0})
+    slower = with_slower_levels(CLUSTER, {"box": 3.0})
     for num_bytes in (100, 10**6):
         expected = 3 * Network(CLUSTER).collective_s("all_reduce", num_bytes, Group(2))
-        assert Network(found).collective_s("all_reduce", num_bytes, Group(2)) == pytest.approx(expected)
-    assert [row.time_s for row in found.collectives] == [pytest.approx(3e-3), 1e-3]
-    assert (found.levels[1], found.device) == (CLUSTER.levels[1], CLUSTER.device)
+        assert Network(slower).collective_s("all_reduce", num_bytes, Group(2)) == pytest.approx(expected)
+    assert [row.time_s for row in slower.collectives] == [pytest.approx(3e-3), 1e-3]
+    assert (slower.levels[1], slower.device) == (CLUSTER.levels[1], CLUSTER.device)
     assert with_slower_levels(CLUSTER, {"box": 1.0}) == CLUSTER
 
 
 def test_levels_of_members_are_slowed_too() -> None:
     inner = Level(name="box", fan_out=2, alpha_s=1e-5, beta_s_per_byte=1e-10)
-    members = (Member(levels=(inner,)), Member(device=CORE, levels=(inner,)))
+    members = (LevelMembers(levels=(inner,)), LevelMembers(device=CORE, levels=(inner,)))
     unlike = Cluster(
         name="two-boxes", num_devices=4, device=CORE,
         levels=(Level(name="rack", fan_out=2, alpha_s=1e-5, beta_s_per_byte=1e-10, members=members),),
     )  # fmt: skip
-    found = with_slower_levels(unlike, {"box": 2.0})
-    assert found.levels[0].alpha_s == 1e-5
-    assert [member.levels[0].alpha_s for member in found.levels[0].members] == [2e-5, 2e-5]
+    slower = with_slower_levels(unlike, {"box": 2.0})
+    assert slower.levels[0].alpha_s == 1e-5
+    assert [member.levels[0].alpha_s for member in slower.levels[0].members] == [2e-5, 2e-5]
 
 
 def test_what_no_constant_explains_is_refused() -> None:

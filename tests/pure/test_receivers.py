@@ -11,7 +11,7 @@ from meshwright.cost.crossing import Crossed, crossing
 from meshwright.cost.fabric import Fabric
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.cluster_names import load_device
-from meshwright.ir.level import Level, Member
+from meshwright.ir.level import Level, LevelMembers
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.placement import Shard
 from meshwright.planner.receivers import cheapest, crossing_s
@@ -57,7 +57,7 @@ def test_boxes_that_are_joined_quickly_receive_together() -> None:
     mesh = Mesh.of_stages(({"dp": 1}, {"tp": 8}))
     near = Level(name="rack", fan_out=2, alpha_s=1e-6, beta_s_per_byte=1e-10, links=4)
     far = Level(name="network", fan_out=2, alpha_s=1e-6, beta_s_per_byte=1e-7, members=(
-        Member(count=1), Member(count=1, levels=(INSIDE, near)),
+        LevelMembers(count=1), LevelMembers(count=1, levels=(INSIDE, near)),
     ))  # fmt: skip
     unlike = Cluster(name="behind a slow link", num_devices=9, device=CPU, levels=(far,))
     receivers, found = cheapest(Fabric(unlike, mesh), 0, 1, [values(2**20)])

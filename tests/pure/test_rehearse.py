@@ -34,9 +34,9 @@ def setup(**changes: Any) -> Setup:
 def test_the_closed_form_is_the_schedule_where_stages_are_alike(schedule: str, chunks: int) -> None:
     one = setup(model=ALIKE, schedule=schedule, chunks=chunks)
     cluster = load_cluster(DGX, 4)
-    found = rehearse(one, cluster)
-    assert found is not None
-    assert found == pytest.approx(estimate_step(one, cluster).step_s, rel=0.015)
+    rehearsed = rehearse(one, cluster)
+    assert rehearsed is not None
+    assert rehearsed == pytest.approx(estimate_step(one, cluster).step_s, rel=0.015)
 
 
 def test_a_step_under_zb_h2_ends_for_all_ranks_together() -> None:
@@ -46,19 +46,19 @@ def test_a_step_under_zb_h2_ends_for_all_ranks_together() -> None:
     together, at_once, h1 = rehearse(one, cluster), estimate_step(one, cluster).step_s, setup(schedule="zb-h1")
     first_s = 3 * step_pieces(one, cluster).stages[1].forward.total_s
     assert together == pytest.approx(at_once + first_s, rel=0.015)
-    found = rehearse(msgspec.structs.replace(h1, model=ALIKE), cluster)
-    assert found is not None
+    rehearsed = rehearse(msgspec.structs.replace(h1, model=ALIKE), cluster)
+    assert rehearsed is not None
     assert together is not None
-    assert together <= found
+    assert together <= rehearsed
 
 
 @pytest.mark.parametrize("changes", [{}, {"schedule": "zb-h1"}, {"pp": 8, "dp": 2, "tp": 2}, {"pp": 1, "dp": 4}])
 def test_with_embedding_and_head_the_two_are_near(changes: dict[str, Any]) -> None:
     one = setup(**changes)
     cluster = load_cluster(DGX, one.world_size)
-    found = rehearse(one, cluster)
-    assert found is not None
-    assert found == pytest.approx(estimate_step(one, cluster).step_s, rel=0.05)
+    rehearsed = rehearse(one, cluster)
+    assert rehearsed is not None
+    assert rehearsed == pytest.approx(estimate_step(one, cluster).step_s, rel=0.05)
 
 
 def test_pieces_add_up_to_the_estimate() -> None:
@@ -88,11 +88,11 @@ def test_the_trace_is_the_schedule_and_its_memory_the_estimate() -> None:
     one = setup()
     cluster = load_cluster(DGX, 4)
     trace = rehearsed_trace(one, cluster)
-    found = rehearse(one, cluster)
+    rehearsed = rehearse(one, cluster)
     assert trace is not None
-    assert found is not None
+    assert rehearsed is not None
     assert trace.ranks == (0, 1, 2, 3)
-    assert trace.duration_s == pytest.approx(found)
+    assert trace.duration_s == pytest.approx(rehearsed)
     for rank in trace.ranks:
         actions = [span.what for span in trace.of_rank(rank).spans][:-1]
         assert actions == [str(action) for action in pipeline.build("1f1b", 4, one.microbatches).ranks[rank]]

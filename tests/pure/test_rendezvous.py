@@ -10,19 +10,19 @@ from meshwright.errors import ScheduleError
 from meshwright.ir.pipeline import V_SHAPED
 from meshwright.ir.schedule import Action, ActionKind, Schedule
 from meshwright.schedules.pipeline import NAMES, training_schedule
-from meshwright.schedules.rendezvous import Awaited, Message, Started, Stream, Unmatched, unmatched
+from meshwright.schedules.rendezvous import Awaited, Message, StartedOperation, Stream, Unmatched, unmatched
 from meshwright.schedules.timing import PARTNER
 
 PIPELINES = [name for name in NAMES if name not in ("none", "message-driven")]
 
 
-def streams_of(schedule: Schedule, *, directed: bool = True) -> dict[int, list[Started | Awaited]]:
+def streams_of(schedule: Schedule, *, directed: bool = True) -> dict[int, list[StartedOperation | Awaited]]:
     """The streams of a schedule: a message for each send and receive, which computing waits for as the executor does.
     ``directed``: each direction between two ranks has a communicator; otherwise both share one."""
     rank_of = {action.stage: rank for rank, actions in enumerate(schedule.ranks) for action in actions}
-    streams: dict[int, list[Started | Awaited]] = {}
+    streams: dict[int, list[StartedOperation | Awaited]] = {}
     for rank, actions in enumerate(schedule.ranks):
-        stream: list[Started | Awaited] = []
+        stream: list[StartedOperation | Awaited] = []
         coming: dict[Action, int] = {}
         sent = []
         for number, action in enumerate(actions):
@@ -31,7 +31,7 @@ def streams_of(schedule: Schedule, *, directed: bool = True) -> dict[int, list[S
                 peer = rank_of[action.stage + PARTNER[action.kind][0]]
                 ends = (rank, peer) if sends else (peer, rank)
                 name = f"{ends[0]} to {ends[1]}" if directed else f"{min(ends)} and {max(ends)}"
-                stream.append(Started(number, name, f"{action}", (Message(sends, peer),)))
+                stream.append(StartedOperation(number, name, f"{action}", (Message(sends, peer),)))
                 if sends:
                     sent.append(number)
                 else:
@@ -69,23 +69,26 @@ def test_with_one_communicator_for_two_ranks_1f1b_is_stuck() -> None:
     assert not any(found.mismatch for found in stuck)
 
 
-def send(number: int, peer: int, elements: int = 4) -> Started:
-    return Started(number, "p2p", f"send {number}", (Message(True, peer, "float32", elements),))
+def send(number: int, peer: int, elements: int = 4) -> StartedOperation:
+    return StartedOperation(number, "p2p", f"send {number}", (Message(True, peer, "float32", elements),))
 
 
-def receive(number: int, peer: int, elements: int = 4) -> Started:
-    return Started(number, "p2p", f"receive {number}", (Message(False, peer, "float32", elements),))
+def receive(number: int, peer: int, elements: int = 4) -> StartedOperation:
+    return StartedOperation(number, "p2p", f"receive {number}", (Message(False, peer, "float32", elements),))
 
 
-def meeting(number: int, *ranks: int, elements: int = 4, kind: str = "all_reduce") -> Started:
-    return Started(number, "all", f"meeting {number}", ranks=ranks, kind=kind, dtype="float32", elements=elements)
+def meeting(number: int, *ranks: int, elements: int = 4, kind: str = "all_reduce") -> StartedOperation:
+    return StartedOperation(
+        number, "all", f"meeting {number}", ranks=ranks, kind=kind, dtype="float32", elements=elements
+    )
 
 
 def test_opposite_sends_wait_for_ever_and_a_batch_does_not() -> None:
     apart = {0: [send(0, 1), receive(1, 1)], 1: [send(0, 0), receive(1, 0)]}
     assert [found.rank for found in unmatched(apart)] == [0, 1]
     both = {
-        rank: [Started(0, "p2p", "", (*send(0, 1 - rank).messages, *receive(1, 1 - rank).messages))] for rank in (0, 1)
+        rank: [StartedOperation(0, "p2p", "", (*send(0, 1 - rank).messages, *receive(1, 1 - rank).messages))]
+        for rank in (0, 1)
     }
     assert unmatched(both) == ()
 
@@ -128,7 +131,7 @@ def test_an_operation_behind_a_wait_does_not_begin() -> None:
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 2), st.integers(0, 2)), max_size=30))
 def test_a_common_order_of_messages_and_meetings_always_ends(steps: list[tuple[bool, int, int]]) -> None:
     """Each rank runs its part of one global order: no circle is possible."""
-    streams: dict[int, list[Started | Awaited]] = {0: [], 1: [], 2: []}
+    streams: dict[int, list[StartedOperation | Awaited]] = {0: [], 1: [], 2: []}
     for number, (meets, source, target) in enumerate(steps):
         if meets or source == target:
             for stream in streams.values():

@@ -172,10 +172,10 @@ def test_numbers_as_one_reads_them() -> None:
 
 def test_a_search_becomes_a_report() -> None:
     cluster = load_cluster(DGX, 64)
-    found = search(load_model("gpt3-13b"), cluster, global_batch=256)
-    told = explain(found, cluster, scaling=[(64, found)], command="meshwright plan")
+    result = search(load_model("gpt3-13b"), cluster, global_batch=256)
+    told = explain(result, cluster, scaling=[(64, result)], command="meshwright plan")
     assert told is not None
-    best = found.options[0]
+    best = result.options[0]
     assert sum(part.size for part in told.time) == pytest.approx(best.estimate.step_s)
     assert sum(part.size for part in told.memory) == pytest.approx(best.memory.peak_bytes)
     assert told.verdict == best.verdict
@@ -186,7 +186,7 @@ def test_a_search_becomes_a_report() -> None:
     assert (best.setup.zero, best.setup.sequence_parallel) != (0, False)
     assert "cp" not in layout
     assert told.alternatives
-    assert all(one.why for one in told.alternatives)
+    assert all(alternative.why for alternative in told.alternatives)
     assert (told.trace is None) == (best.setup.pp == 1)
     balanced(render(told))
 

@@ -112,7 +112,11 @@ def test_the_page_needs_no_network_and_has_both_colour_schemes(directory: Path) 
     balanced(page)
     assert "prefers-color-scheme: dark" in page
     assert "color-scheme: light dark" in page
-    assert not [one for one in Page(page).attributes if one[1] in ("src", "href", "srcset", "action", "xlink:href")]
+    assert not [
+        attribute
+        for attribute in Page(page).attributes
+        if attribute[1] in ("src", "href", "srcset", "action", "xlink:href")
+    ]
     assert not re.search(r"https?://|<link|@import|url\(", page)
     undefined = set(re.findall(r"var\((--\w+)\)", page)) - set(re.findall(r"(--\w+):", page))
     assert not undefined
@@ -126,7 +130,7 @@ def test_the_table_has_the_ledgers_numbers_for_every_rank_and_part(directory: Pa
     for entry in ledger.ranks:
         parts = [part for part in PARTS if part != "waiting for data"]  # nobody waited
         for number, what in enumerate((*parts, "step", "peak memory")):
-            row = next(one for one in ledger.rows() if (one.rank, one.what) == (entry.rank, what))
+            row = next(row for row in ledger.rows() if (row.rank, row.what) == (entry.rank, what))
             predicted, measured, ratio = row.texts()
             rank = "" if number else str(entry.rank)
             assert next(found) == [rank, what, predicted, row.between, measured, ratio]
@@ -303,10 +307,10 @@ def test_what_the_command_cannot_do_is_told_in_a_line(directory: Path, capsys: p
 
 @given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6))
 def test_marks_are_round_and_inside(low: float, length: float) -> None:
-    found = run_drawing.marks(low, low + length)
-    assert 2 <= len(found) <= 7
-    assert all(low - 1e-6 * length <= one <= low + length * (1 + 1e-6) for one in found)
-    mantissa = f"{found[1] - found[0]:.3e}"[0]
+    positions = run_drawing.marks(low, low + length)
+    assert 2 <= len(positions) <= 7
+    assert all(low - 1e-6 * length <= one <= low + length * (1 + 1e-6) for one in positions)
+    mantissa = f"{positions[1] - positions[0]:.3e}"[0]
     assert mantissa in "125"
 
 

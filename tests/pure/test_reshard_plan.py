@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from meshwright.errors import PlanError
 from meshwright.ir.placement import Partial, Placements, Replicate, Shard
-from meshwright.schedules.reshard import Box, Gather, Piece, TransferPlan, transfer
+from meshwright.schedules.reshard import Box, Gather, TransferBox, TransferPlan, transfer
 
 Sizes = dict[str, int]
 Crossing = tuple[tuple[int, ...], Placements, Sizes, Placements, Sizes]
@@ -235,10 +235,10 @@ def test_rows_become_columns() -> None:
     plan = run(((4, 6), {"dp": Shard(0)}, {"dp": 2, "tp": 1}, {"tp": Shard(1)}, {"dp": 1, "tp": 2}))
     assert plan == TransferPlan(
         (
-            Piece(0, 0, ((0, 2), (0, 3)), ((0, 2), (0, 3))),
-            Piece(1, 0, ((0, 2), (0, 3)), ((2, 4), (0, 3))),
-            Piece(0, 1, ((0, 2), (3, 6)), ((0, 2), (0, 3))),
-            Piece(1, 1, ((0, 2), (3, 6)), ((2, 4), (0, 3))),
+            TransferBox(0, 0, ((0, 2), (0, 3)), ((0, 2), (0, 3))),
+            TransferBox(1, 0, ((0, 2), (0, 3)), ((2, 4), (0, 3))),
+            TransferBox(0, 1, ((0, 2), (3, 6)), ((0, 2), (0, 3))),
+            TransferBox(1, 1, ((0, 2), (3, 6)), ((2, 4), (0, 3))),
         ),
         (),
     )
@@ -247,8 +247,8 @@ def test_rows_become_columns() -> None:
 def test_replicas_each_receive_a_chunk_from_another_replica() -> None:
     plan = run(((4, 3), {}, {"tp": 2}, {}, {"tp": 2}))
     assert plan.pieces == (
-        Piece(0, 0, ((0, 2), (0, 3)), ((0, 2), (0, 3))),
-        Piece(1, 1, ((2, 4), (0, 3)), ((2, 4), (0, 3))),
+        TransferBox(0, 0, ((0, 2), (0, 3)), ((0, 2), (0, 3))),
+        TransferBox(1, 1, ((2, 4), (0, 3)), ((2, 4), (0, 3))),
     )
     assert plan.gathers == (Gather((0, 1), (((0, 2), (0, 3)), ((2, 4), (0, 3)))),)
 
@@ -260,7 +260,7 @@ def test_chunks_are_of_the_first_dim_that_divides() -> None:
 
 def test_what_does_not_divide_is_broadcast() -> None:
     plan = run(((3, 5), {}, {"tp": 2}, {}, {"tp": 2}))
-    assert plan.pieces == (Piece(0, 0, ((0, 3), (0, 5)), ((0, 3), (0, 5))),)
+    assert plan.pieces == (TransferBox(0, 0, ((0, 3), (0, 5)), ((0, 3), (0, 5))),)
     assert plan.gathers == (Gather((0, 1), (((0, 3), (0, 5)), None)),)
 
 
@@ -281,7 +281,7 @@ def test_source_replicas_share_the_load() -> None:
 def test_blocks_that_both_sides_hold_alike_cross_as_one_piece() -> None:
     placements: Placements = {"tp": Shard(0, 3)}
     plan = run(((24,), placements, {"tp": 2}, placements, {"tp": 2}))
-    assert plan.pieces == (Piece(0, 0, ((0, 12),), ((0, 12),)), Piece(1, 1, ((0, 12),), ((0, 12),)))
+    assert plan.pieces == (TransferBox(0, 0, ((0, 12),), ((0, 12),)), TransferBox(1, 1, ((0, 12),), ((0, 12),)))
     plan = run(((24,), placements, {"tp": 2}, {}, {}))
     assert [piece.target_box for piece in plan.pieces] == [
         ((0, 4),), ((8, 12),), ((16, 20),), ((4, 8),), ((12, 16),), ((20, 24),)
@@ -290,7 +290,7 @@ def test_blocks_that_both_sides_hold_alike_cross_as_one_piece() -> None:
 
 def test_axes_of_size_one_or_without_a_size_say_nothing() -> None:
     plan = transfer((3,), {"dp": Partial(), "cp": Shard(5)}, {"dp": 1}, {"pp": Partial()}, {})
-    assert plan == TransferPlan((Piece(0, 0, ((0, 3),), ((0, 3),)),), ())
+    assert plan == TransferPlan((TransferBox(0, 0, ((0, 3),), ((0, 3),)),), ())
 
 
 def test_nothing_crosses_of_an_empty_tensor() -> None:

@@ -10,24 +10,24 @@ from hypothesis import strategies as st
 
 from meshwright.ir.mesh import members
 from meshwright.ir.placement import REPLICATE, Flat, Partial, Placement, Placements, Replicate, Shard
-from meshwright.ir.resharding import Kind, Link, Mover, ReshardingMove
+from meshwright.ir.resharding import AxisLink, Kind, Mover, ReshardingMove
 from tests.tries import tries
 
 SIZES = {"dp": 2, "tp": 2}
 SHAPE = (48, 48)
 SUM = Partial("sum")
-ALIKE = {"dp": Link(1e-6, 1e-9), "tp": Link(1e-6, 1e-9)}
-JOINED = ALIKE | {"dp+tp": Link(1e-6, 1e-9)}
-SLOW_DP = {"dp": Link(1e-6, 1e-6), "tp": Link(1e-6, 1e-9), "dp+tp": Link(1e-6, 1e-6)}
+ALIKE = {"dp": AxisLink(1e-6, 1e-9), "tp": AxisLink(1e-6, 1e-9)}
+JOINED = ALIKE | {"dp+tp": AxisLink(1e-6, 1e-9)}
+SLOW_DP = {"dp": AxisLink(1e-6, 1e-6), "tp": AxisLink(1e-6, 1e-9), "dp+tp": AxisLink(1e-6, 1e-6)}
 
 
 def moves(
-    have: Placements, want: Placements, links: dict[str, Link], shape: tuple[int, ...]
+    have: Placements, want: Placements, links: dict[str, AxisLink], shape: tuple[int, ...]
 ) -> tuple[ReshardingMove, ...]:
     return Mover(SIZES, links).moves(have, want, shape, 4)
 
 
-def text(have: Placements, want: Placements, links: dict[str, Link], shape: tuple[int, ...] = SHAPE) -> str:
+def text(have: Placements, want: Placements, links: dict[str, AxisLink], shape: tuple[int, ...] = SHAPE) -> str:
     return " ".join(f"{move.axis}:{move.kind}" for move in moves(have, want, links, shape))
 
 
@@ -88,7 +88,7 @@ def test_over_a_slow_axis_goes_a_part_of_the_sum() -> None:
 
 
 def test_many_small_messages_are_dearer_than_a_large_one_where_latency_counts() -> None:
-    slow = dict.fromkeys(JOINED, Link(latency_s=1.0, byte_s=1e-9))
+    slow = dict.fromkeys(JOINED, AxisLink(latency_s=1.0, byte_s=1e-9))
     assert text({"dp": SUM}, {"tp": Shard(0)}, slow) == "tp:slice dp:all_reduce"
     assert text({"dp": Shard(1), "tp": SUM}, {"dp": Shard(0)}, slow) == "tp:all_reduce dp:all_to_all"
 
@@ -101,7 +101,7 @@ PLACEMENTS: st.SearchStrategy[Placement] = st.one_of(
 )
 LINKS = st.fixed_dictionaries(
     {
-        axis: st.builds(Link, st.sampled_from([1e-6, 1e-4]), st.sampled_from([1e-10, 1e-7]))
+        axis: st.builds(AxisLink, st.sampled_from([1e-6, 1e-4]), st.sampled_from([1e-10, 1e-7]))
         for axis in ("dp", "tp", "dp+tp")
     }
 )
@@ -109,12 +109,12 @@ LINKS = st.fixed_dictionaries(
 
 def legal(placements: Placements) -> bool:
     """At most one axis is flat; two axes cut one dim alike, or one within the parts of the other."""
-    shards = [one for one in placements.values() if isinstance(one, Shard)]
+    shards = [placement for placement in placements.values() if isinstance(placement, Shard)]
     return list(placements.values()).count(Flat()) < 2 and (
         len(shards) < 2
         or shards[0].dim != shards[1].dim
         or shards[0] == shards[1]
-        or max(one.outer for one in shards) % (2 * min(one.outer for one in shards)) == 0
+        or max(shard.outer for shard in shards) % (2 * min(shard.outer for shard in shards)) == 0
     )
 
 
@@ -123,18 +123,18 @@ WHOLE = BY_AXIS.map(lambda found: {a: one for a, one in found.items() if not isi
 
 
 def explicit(placements: Placements) -> Placements:
-    return {axis: one for axis, one in placements.items() if not isinstance(one, Replicate)}
+    return {axis: placement for axis, placement in placements.items() if not isinstance(placement, Replicate)}
 
 
-def seconds(path: tuple[ReshardingMove, ...], links: dict[str, Link]) -> float:
+def seconds(path: tuple[ReshardingMove, ...], links: dict[str, AxisLink]) -> float:
     """By the formulas of the module's text, from the bytes that each move leaves or finds."""
     total = 0.0
     for move in path:
         p = prod(SIZES[axis] for axis in members(move.axis))
         held = [4 * prod(SHAPE) for _ in range(2)]
         for index, placements in enumerate((move.before, move.after)):
-            for axis, one in placements.items():
-                if isinstance(one, Shard | Flat):
+            for axis, placement in placements.items():
+                if isinstance(placement, Shard | Flat):
                     held[index] //= SIZES[axis]
         link = links[move.axis]
         if move.kind != "slice":
@@ -146,7 +146,7 @@ def seconds(path: tuple[ReshardingMove, ...], links: dict[str, Link]) -> float:
 
 @given(BY_AXIS, WHOLE, LINKS)
 def test_each_move_begins_where_the_one_before_ends_and_the_last_arrives(
-    have: Placements, want: Placements, links: dict[str, Link]
+    have: Placements, want: Placements, links: dict[str, AxisLink]
 ) -> None:
     now = explicit(have)
     for move in moves(have, want, links, SHAPE):
@@ -182,9 +182,9 @@ def allowed(kind: Kind, axis: str, before: Placements, after: Placements) -> boo
     rank is to have. An all-gather leaves all ranks of a group the same, an all-to-all and a scatter do not."""
     names = members(axis)
     source, target = before.get(names[0]), after.get(names[0])
-    if any(before.get(one) != source or after.get(one) != target for one in names):
+    if any(before.get(name) != source or after.get(name) != target for name in names):
         return False
-    if any(before.get(one) != after.get(one) for one in SIZES if one not in names):
+    if any(before.get(size) != after.get(size) for size in SIZES if size not in names):
         return False
     match kind:
         case "all_reduce":
@@ -206,7 +206,7 @@ def allowed(kind: Kind, axis: str, before: Placements, after: Placements) -> boo
     return all(want[rank] <= union for group, union in held.items() for rank in group)
 
 
-def cheapest(have: Placements, want: Placements, links: dict[str, Link]) -> float:
+def cheapest(have: Placements, want: Placements, links: dict[str, AxisLink]) -> float:
     """By relaxing every pair of placements until nothing gets cheaper (Bellman, Ford)."""
     sums = [axis for axis, one in have.items() if isinstance(one, Partial)]
     part = [Shard(0)] if len(sums) > 1 else []
@@ -215,8 +215,8 @@ def cheapest(have: Placements, want: Placements, links: dict[str, Link]) -> floa
         for axis in SIZES
     ]
     states = [explicit(dict(zip(SIZES, pair, strict=True))) for pair in product(*choices)]
-    states = [one for one in states if legal(one)]
-    cost = [0.0 if one == explicit(have) else inf for one in states]
+    states = [state for state in states if legal(state)]
+    cost = [0.0 if state == explicit(have) else inf for state in states]
     kinds: tuple[Kind, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "slice")
     edges = [
         (first, second, seconds((ReshardingMove(kind, axis, SUM, states[first], states[second]),), links))
@@ -229,17 +229,17 @@ def cheapest(have: Placements, want: Placements, links: dict[str, Link]) -> floa
     for _ in states:
         for first, second, took in edges:
             cost[second] = min(cost[second], cost[first] + took)
-    return min(took for took, one in zip(cost, states, strict=True) if one == explicit(want))
+    return min(took for took, state in zip(cost, states, strict=True) if state == explicit(want))
 
 
 def test_what_lies_right_does_not_keep_a_sum_from_going_along_levels() -> None:
     """The parts that are summed apart are of a dim that is not cut."""
-    links = {"pod": Link(5e-5, 8e-9), "dp": Link(1e-5, 5e-10), "tp": Link(1e-5, 2e-10)}
+    links = {"pod": AxisLink(5e-5, 8e-9), "dp": AxisLink(1e-5, 5e-10), "tp": AxisLink(1e-5, 2e-10)}
     mover = Mover({"pod": 2, "dp": 8, "tp": 2}, links)
     for dim in (0, 1):
         cut: Placements = {"tp": Shard(dim)}
-        found = mover.moves({"pod": SUM, "dp": SUM, **cut}, cut, (4096, 4096), 4)
-        assert [(move.axis, move.kind) for move in found] == [
+        steps = mover.moves({"pod": SUM, "dp": SUM, **cut}, cut, (4096, 4096), 4)
+        assert [(move.axis, move.kind) for move in steps] == [
             ("dp", "reduce_scatter"),
             ("pod", "all_reduce"),
             ("dp", "all_gather"),
@@ -257,9 +257,9 @@ SOLID = st.dictionaries(
 @example(
     {"dp": Shard(0, 2), "tp": Shard(0, 2)},
     {"dp": Shard(0, 2)},
-    {"dp": Link(1e-6, 1e-10), "tp": Link(1e-6, 1e-7), "dp+tp": Link(1e-6, 1e-10)},
+    {"dp": AxisLink(1e-6, 1e-10), "tp": AxisLink(1e-6, 1e-7), "dp+tp": AxisLink(1e-6, 1e-10)},
 )
-def test_the_search_is_equal_to_brute_force(have: Placements, want: Placements, links: dict[str, Link]) -> None:
+def test_the_search_is_equal_to_brute_force(have: Placements, want: Placements, links: dict[str, AxisLink]) -> None:
     assert seconds(moves(have, want, links, SHAPE), links) == pytest.approx(cheapest(have, want, links))
 
 

@@ -60,15 +60,15 @@ def test_the_parts_of_ranks_make_the_batches(count: int, per_rank: int, batches:
 
 def test_a_rank_keeps_what_it_uses_most_in_its_fastest_storage() -> None:
     uses = np.array([[5, 4, 3, 0, 2], [1, 2, 3, 6, 2]])
-    found = place(uses, np.ones(5, np.int64), [Room(1, 1), Room(1, 1)], np.arange(5))
-    assert found.owner.tolist() == [0, 0, 1, 1, NOBODY]
-    assert found.level.tolist()[:4] == [MEMORY, DISK, DISK, MEMORY]
+    placement = place(uses, np.ones(5, np.int64), [Room(1, 1), Room(1, 1)], np.arange(5))
+    assert placement.owner.tolist() == [0, 0, 1, 1, NOBODY]
+    assert placement.level.tolist()[:4] == [MEMORY, DISK, DISK, MEMORY]
 
 
 def test_a_full_rank_leaves_its_samples_to_the_next_and_what_is_used_once_is_not_kept() -> None:
     uses = np.array([[3, 3, 1], [1, 1, 0]])
-    found = place(uses, np.ones(3, np.int64), [Room(1), Room(5)], np.arange(3))
-    assert found.owner.tolist() == [0, 1, NOBODY]
+    placement = place(uses, np.ones(3, np.int64), [Room(1), Room(5)], np.arange(3))
+    assert placement.owner.tolist() == [0, 1, NOBODY]
 
 
 @given(

@@ -31,23 +31,23 @@ DGX = "a100-80gb-dgx-hdr200x8"
 @pytest.mark.parametrize(("model", "devices"), [("llama2-7b", 8), ("gpt3-175b", 128), ("mixtral-8x7b", 32)])
 def test_what_is_found_uses_all_devices_and_fits(model: str, devices: int) -> None:
     cluster = load_cluster(DGX, devices)
-    found = search(load_model(model), cluster, global_batch=256)
-    assert found.options
-    for option in (*found.options, *found.front):
+    result = search(load_model(model), cluster, global_batch=256)
+    assert result.options
+    for option in (*result.options, *result.front):
         assert option.setup.world_size == devices
         assert option.verdict != "does not fit"
         assert option.estimate == estimate_step(option.setup, cluster)
-    best = found.options[0]
-    assert all(best.estimate.step_s <= other.estimate.step_s for other in found.options if other.verdict == "fits")
-    memory = [option.memory.peak_bytes for option in found.front]
+    best = result.options[0]
+    assert all(best.estimate.step_s <= other.estimate.step_s for other in result.options if other.verdict == "fits")
+    memory = [option.memory.peak_bytes for option in result.front]
     assert memory == sorted(memory, reverse=True)
-    assert found.explain().startswith(best.text)
+    assert result.explain().startswith(best.text)
 
 
 def test_the_search_is_as_good_as_trying_everything() -> None:
     """Brute force over powers of two on 8 devices, without what the search does not weigh."""
     model, cluster = load_model("gpt3-6b7"), load_cluster(DGX, 8)
-    found = search(model, cluster, global_batch=32)
+    result = search(model, cluster, global_batch=32)
     best = float("inf")
     for dp, tp, pp in [(d, t, 8 // d // t) for d in (1, 2, 4, 8) for t in (1, 2, 4, 8) if d * t <= 8]:
         for micro_batch in (1, 2, 4, 8):
@@ -61,19 +61,19 @@ def test_the_search_is_as_good_as_trying_everything() -> None:
                     )  # fmt: skip
                     if verdict(estimate_memory(setup, cluster), cluster) == "fits":
                         best = min(best, estimate_step(setup, cluster).step_s)
-    assert found.options[0].estimate.step_s <= best
+    assert result.options[0].estimate.step_s <= best
 
 
 def test_devices_without_bfloat16_are_planned_in_float16(capsys: pytest.CaptureFixture[str]) -> None:
     """V100: the search, a prediction and the words of a layout take fp16, and bf16 is refused where it is asked for."""
     name, model = "v100-dgx2h-edr100x8", load_model("gpt3-6b7")
     cluster = load_cluster(name, 64)
-    found = search(model, cluster, global_batch=64)
-    assert found.options
-    assert {option.setup.precision for option in (*found.options, *found.front)} == {"fp16"}
+    result = search(model, cluster, global_batch=64)
+    assert result.options
+    assert {option.setup.precision for option in (*result.options, *result.front)} == {"fp16"}
     assert any(option.setup.grid for option in search(model, cluster, global_batch=64, grids="only").options)
     assert predict(model, cluster, devices=64, global_batch=64, tp=8).setup.precision == "fp16"
-    best = found.options[0].setup
+    best = result.options[0].setup
     assert "precision=fp16" in layout_words(best)
     assert setup_of(layout_words(best), model, 64, 64, cluster.device) == best
     assert setup_of("tp=8", model, 64, 64, cluster.device).precision == "fp16"
@@ -92,11 +92,11 @@ def test_devices_without_bfloat16_are_planned_in_float16(capsys: pytest.CaptureF
 
 
 def test_where_nothing_fits_the_nearest_is_named() -> None:
-    found = search(load_model("megatron-1t"), load_cluster(DGX, 8), global_batch=8)
-    assert not found.options
-    assert found.explain() == "nothing fits"
-    assert found.nearest is not None
-    assert found.nearest.memory.peak_bytes > 80e9
+    result = search(load_model("megatron-1t"), load_cluster(DGX, 8), global_batch=8)
+    assert not result.options
+    assert result.explain() == "nothing fits"
+    assert result.nearest is not None
+    assert result.nearest.memory.peak_bytes > 80e9
 
 
 def test_where_nothing_divides_it_is_said() -> None:
@@ -122,9 +122,9 @@ def test_the_smallest_change_makes_it_fit() -> None:
 
 
 def test_predict_fills_in_dp_and_refuses_what_does_not_multiply() -> None:
-    found = predict("llama2-7b", DGX, devices=16, tp=2, global_batch=64, zero=1)
-    assert (found.setup.dp, found.verdict) == (8, "fits")
-    assert 0.3 < found.mfu < 0.75
+    prediction = predict("llama2-7b", DGX, devices=16, tp=2, global_batch=64, zero=1)
+    assert (prediction.setup.dp, prediction.verdict) == (8, "fits")
+    assert 0.3 < prediction.mfu < 0.75
     with pytest.raises(ClusterError, match="the layout has 6 ranks, not 8"):
         predict("llama2-7b", DGX, devices=8, dp=3, tp=2, global_batch=6)
     with pytest.raises(ClusterError, match="it cannot have 16 devices"):
@@ -176,14 +176,14 @@ def test_every_run_that_a_search_considers_can_be_built_and_checked(pp: int) -> 
 
 def test_the_nearer_axis_and_the_schedules_are_searched() -> None:
     model = load_model("gpt3-175b")
-    found = search(model, load_cluster(DGX, 64), global_batch=512)
-    setups = [option.setup for option in (*found.options, *found.front)]
-    assert {one.schedule for one in setups if one.pp > 1} == set(SEARCHED) - {"1f1b"}
+    result = search(model, load_cluster(DGX, 64), global_batch=512)
+    setups = [option.setup for option in (*result.options, *result.front)]
+    assert {setup.schedule for setup in setups if setup.pp > 1} == set(SEARCHED) - {"1f1b"}
     older = search(model, load_cluster(DGX, 64), global_batch=512, schedules=("1f1b", "interleaved", "zb-h1"))
     assert {option.setup.inner for option in (*older.options, *older.front)} == {"dp", "pp"}
     plain = search(model, load_cluster(DGX, 64), global_batch=512, schedules=("1f1b",))
     assert {option.setup.schedule for option in (*plain.options, *plain.front)} == {"1f1b"}
-    assert plain.considered < found.considered
+    assert plain.considered < result.considered
 
 
 def test_the_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,7 +139,7 @@ def test_costs_follow_the_formula() -> None:
     link = 0.1 * 10.0 * 1e5 * 3600 / 1024**3
     assert plan.links_usd_per_hour == pytest.approx(link)
     assert plan.usd_per_hour == pytest.approx(2.5 + link)
-    parts = [one.workers_usd_per_hour + one.links_usd_per_hour for one in operator_costs(chain(), plan)]
+    parts = [cost.workers_usd_per_hour + cost.links_usd_per_hour for cost in operator_costs(chain(), plan)]
     assert sum(parts) == pytest.approx(plan.usd_per_hour)
 
 
@@ -159,7 +159,7 @@ def test_single_tiers_and_uniform_models_cost_more() -> None:
     cost = choose(VQA).usd_per_hour
     tiers, uniform = one_tier_plans(VQA), uniform_plans(VQA)
     assert set(tiers) == {"cloud"}
-    assert min(one.usd_per_hour for one in tiers.values()) > 1.3 * cost
+    assert min(tier.usd_per_hour for tier in tiers.values()) > 1.3 * cost
     assert min(one.usd_per_hour for one in uniform.values()) > 1.3 * cost
 
 
@@ -241,10 +241,10 @@ def test_ways_keep_the_rates_of_workers_and_traffic() -> None:
 def test_ways_keep_the_rates_of_random_plans(seed: int) -> None:
     """Chains, joins and forks: each edge carries from tier to tier what the plan says."""
     drawn = random_workflow(seed)
-    pairs = [(one.name, other.name) for index, one in enumerate(drawn.tiers) for other in drawn.tiers[index + 1 :]]
+    pairs = [(tier.name, other.name) for index, tier in enumerate(drawn.tiers) for other in drawn.tiers[index + 1 :]]
     workflow = msgspec.structs.replace(
         drawn, limits=Limits(), links=tuple(Link(source=a, target=b, usd_per_gib=1.0) for a, b in pairs),
-        sources=tuple(msgspec.structs.replace(one, rate_per_s=3.0) for one in drawn.sources),
+        sources=tuple(msgspec.structs.replace(source, rate_per_s=3.0) for source in drawn.sources),
     )  # fmt: skip
     try:
         plan = choose(workflow)
@@ -391,9 +391,9 @@ def test_plans_and_simulations_are_printed_and_leave_pages(tmp_path: Path, capsy
     assert "speech-recognition" in text
     assert "meshwright serve plan vqa" in text
     assert cli(["serve", "simulate", "vqa", "--items", "200", "--json"]) == 0
-    found = msgspec.json.decode(capsys.readouterr().out)
-    assert [figure["name"] for figure in found["figures"]] == ["throughput", "p50 latency", "p99 latency"]
-    assert len(found["latencies_s"]) == 200
+    decoded = msgspec.json.decode(capsys.readouterr().out)
+    assert [figure["name"] for figure in decoded["figures"]] == ["throughput", "p50 latency", "p99 latency"]
+    assert len(decoded["latencies_s"]) == 200
     assert cli(["serve", "plan", "vqa", "--accuracy", "54", "--json"]) == 0
     assert msgspec.json.decode(capsys.readouterr().out)["plan"]["accuracy"] == 54.02
     assert cli(["serve", "simulate", "vqa", "--arrivals", "late"]) == 2

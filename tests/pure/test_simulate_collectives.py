@@ -38,8 +38,8 @@ ACROSS = {"all_reduce": ("ring", "tree", "butterfly", "rabenseifner"), "reduce_s
 @pytest.mark.parametrize("name", PUBLISHED)
 @given(log=st.integers(1, 6), num_bytes=st.integers(1, 10**8))
 def test_on_equal_links_closed_forms_are_those_that_were_published(name: str, log: int, num_bytes: int) -> None:
-    found = steps_s("all_reduce", name, [Hop(2**log, ALPHA_S, BETA_S)], num_bytes, GAMMA_S)
-    assert found == pytest.approx(PUBLISHED[name](2**log, num_bytes), rel=1e-12)
+    seconds = steps_s("all_reduce", name, [Hop(2**log, ALPHA_S, BETA_S)], num_bytes, GAMMA_S)
+    assert seconds == pytest.approx(PUBLISHED[name](2**log, num_bytes), rel=1e-12)
 
 
 def _hops(logs: list[int], slower: list[tuple[float, float]]) -> list[Hop]:
@@ -77,13 +77,13 @@ def test_a_closed_form_is_the_simulation_without_contention(
     levels = [f"{inside}+{across}@{equal_boxes([2**log for log in logs])}"
               for inside in ("star", "ring") for across in ACROSS[operation]]  # fmt: skip
     name = data.draw(st.sampled_from([*FLAT[operation], *(levels if len(logs) > 1 else ())]))
-    found = steps_s(operation, name, hops, part * size, gamma_s)
+    seconds = steps_s(operation, name, hops, part * size, gamma_s)
     simulated = alone_s(build(operation, name, size, part * size), _link(hops), gamma_s)
-    assert found is not None
+    assert seconds is not None
     if len(logs) > 1 and (name == "shares" or (operation, name) == ("reduce_scatter", "star")):
-        assert simulated * (1 - 1e-9) <= found <= 1.1 * simulated
+        assert simulated * (1 - 1e-9) <= seconds <= 1.1 * simulated
     else:
-        assert found == pytest.approx(simulated, rel=1e-9)
+        assert seconds == pytest.approx(simulated, rel=1e-9)
 
 
 def test_what_has_no_closed_form_says_so() -> None:
@@ -155,7 +155,7 @@ def test_levels_beat_a_ring_that_crosses_at_every_hop() -> None:
     crossing = all_reduce("ring", 4, num_bytes)
     order = (0, 2, 1, 3)  # a ring in this order crosses boxes at every hop
     moved = tuple(
-        tuple(msgspec.structs.replace(one, source=order[one.source], target=order[one.target]) for one in moves)
+        tuple(msgspec.structs.replace(move, source=order[move.source], target=order[move.target]) for move in moves)
         for moves in crossing.rounds
     )
     flat = shared_s(msgspec.structs.replace(crossing, rounds=moved), cluster)

@@ -105,10 +105,10 @@ def test_the_time_of_a_run_is_that_of_the_simplest_version(
     step_s: int, num_steps: int, every: int, save_s: int, restart_s: int, failures: set[int]
 ) -> None:
     checkpoints = Checkpoints(every_steps=every, save_s=save_s, restart_s=restart_s)
-    found = run_time(step_s, num_steps, checkpoints, sorted(failures))
-    assert found.duration_s == _second_by_second(step_s, num_steps, checkpoints, failures)
-    assert found.useful_s == step_s * num_steps
-    assert found.saving_s == save_s * ((num_steps - 1) // every)
+    duration = run_time(step_s, num_steps, checkpoints, sorted(failures))
+    assert duration.duration_s == _second_by_second(step_s, num_steps, checkpoints, failures)
+    assert duration.useful_s == step_s * num_steps
+    assert duration.saving_s == save_s * ((num_steps - 1) // every)
 
 
 def test_without_failures_only_saves_are_added() -> None:
@@ -119,8 +119,8 @@ def test_without_failures_only_saves_are_added() -> None:
 
 def test_a_failure_costs_what_was_done_since_the_save_and_the_restart() -> None:
     """Saved at 9 s; fails at 15 s, 3 steps later; restarts until 20 s, fails again at 18 s, restarts until 23 s."""
-    found = run_time(2.0, 10, Checkpoints(every_steps=4, save_s=1.0, restart_s=5.0), [15.0, 18.0])
-    assert found == RunTime(useful_s=20.0, lost_s=6.0, saving_s=2.0, restarting_s=8.0, num_failures=2)
+    duration = run_time(2.0, 10, Checkpoints(every_steps=4, save_s=1.0, restart_s=5.0), [15.0, 18.0])
+    assert duration == RunTime(useful_s=20.0, lost_s=6.0, saving_s=2.0, restarting_s=8.0, num_failures=2)
 
 
 def test_the_mean_time_is_that_of_the_closed_form() -> None:
@@ -139,7 +139,7 @@ def test_youngs_interval_is_near_the_best() -> None:
 
     def mean_s(every: int) -> float:
         checkpoints = Checkpoints(every_steps=every, save_s=5.0)
-        return sum(run_time(1.0, 3000, checkpoints, one).duration_s for one in failures) / len(failures)
+        return sum(run_time(1.0, 3000, checkpoints, failure).duration_s for failure in failures) / len(failures)
 
     best = round(best_interval_s(5.0, 1000.0))
     assert best == 100

@@ -14,7 +14,7 @@ from meshwright.cost.work import Communicate, Compute, Piece, StageWork, StepWor
 from meshwright.errors import ClusterError, LayoutError
 from meshwright.ir.cluster import Cluster, CollectiveTiming
 from meshwright.ir.device import Device
-from meshwright.ir.level import Level, Member
+from meshwright.ir.level import Level, LevelMembers
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.schedule import Schedule
 from meshwright.schedules.passes import add_communication, add_reduction
@@ -156,7 +156,7 @@ def test_without_anything_to_share_contention_changes_nothing() -> None:
 
 def _started_together(mesh: Mesh, *axes: str) -> tuple[Schedule, StepWork, Mesh, Cluster]:
     """After 3 s of computing, an all-reduce of 1 MB along each of ``axes``, then a wait for all; on one box."""
-    started = tuple(Communicate(f"{n}", "all_reduce", one, 10**6, blocking=False) for n, one in enumerate(axes))
+    started = tuple(Communicate(f"{n}", "all_reduce", axis, 10**6, blocking=False) for n, axis in enumerate(axes))
     pieces: dict[str, tuple[Piece, ...]] = {
         "F": (Compute("f", 1.0),),
         "B": (Compute("b", 2.0),),
@@ -178,8 +178,8 @@ def test_collectives_of_one_group_go_one_after_the_other(contention: bool) -> No
     step = _started_together(Mesh.of(dp=4), "dp", "dp", "dp")
     played = play(*step, contention=contention)
     assert played.step_s == pytest.approx(3 + 3 * Network(step[3]).collective_s("all_reduce", 10**6, Group(4)))
-    spans = [one for one in played.trace([2]).spans if one.stream == "communication"]
-    assert [one.what.split()[-1] for one in spans] == ["0", "1", "2"]
+    spans = [span for span in played.trace([2]).spans if span.stream == "communication"]
+    assert [span.what.split()[-1] for span in spans] == ["0", "1", "2"]
     assert all(one.end_s <= then.start_s + 1e-9 for one, then in itertools.pairwise(spans))
 
 
@@ -191,7 +191,7 @@ def test_groups_that_lie_unevenly_in_boxes_and_unlike_boxes_are_refused() -> Non
     links = Links(Fabric(three, Mesh.of(dp=3)))
     with pytest.raises(LayoutError, match="3 ranks lie unevenly in units of level 'box'"):
         links.collective("all_reduce", 1, (0, 1, 2))
-    members = (Member(count=1), Member(count=1, device=DEVICE))
+    members = (LevelMembers(count=1), LevelMembers(count=1, device=DEVICE))
     unlike = cluster(Level(name="box", fan_out=2, alpha_s=0.0, beta_s_per_byte=1e-6, members=members))
     with pytest.raises(ClusterError, match="between like units only"):
         Links(Fabric(unlike, Mesh.of(dp=2)))

@@ -99,17 +99,17 @@ def test_steps_begin_when_a_recurrence_says(seed: int, rule: Consistency, num_re
     ends = [[0.0] for _ in members]
     wanted: list[list[float]] = [[] for _ in members]
     for clock in range(3 * steps):
-        for mine in members:
+        for member in members:
             least = least_clock(rule, clock)
             handed = wanted if isinstance(rule, Gossip) and rule.staleness else ends
-            others = [handed[peer][least] for peer in awaited(rule, members, mine, clock) if least > 0]
-            wanted[mine].append(max([ends[mine][clock], *others]))
-        for mine in members:
-            ends[mine].append(wanted[mine][clock] + drawn[mine][clock])
+            others = [handed[peer][least] for peer in awaited(rule, members, member, clock) if least > 0]
+            wanted[member].append(max([ends[member][clock], *others]))
+        for member in members:
+            ends[member].append(wanted[member][clock] + drawn[member][clock])
     times = play(rule, num_replicas, steps=steps, faults=faults)
-    for mine in members:
-        begun = begins(times, mine)
-        assert begun == pytest.approx(wanted[mine][: len(begun)])
+    for member in members:
+        begun = begins(times, member)
+        assert begun == pytest.approx(wanted[member][: len(begun)])
 
 
 @given(seed=SEEDS)

@@ -88,23 +88,23 @@ def test_equal_to_brute_force(instance: tuple[StagePrices, tuple[int, ...], int,
     prices, pools, microbatches, fill = instance
     expected = brute_force(prices, pools, microbatches, fill)
     for prunes in (True, False):
-        found = assign_stages(prices, pools, microbatches, fill=fill, prunes=prunes)
+        assignment = assign_stages(prices, pools, microbatches, fill=fill, prunes=prunes)
         if expected == inf:
-            assert found is None
+            assert assignment is None
             continue
-        assert found is not None
-        assert found.step_s == pytest.approx(expected, rel=1e-9)
-        times = [stage.seconds for stage in found.stages]
+        assert assignment is not None
+        assert assignment.step_s == pytest.approx(expected, rel=1e-9)
+        times = [stage.seconds for stage in assignment.stages]
         once = [
             0.0 if prices.once is None else prices.once[stage.first, stage.last, stage.submesh, stage.variant]
-            for stage in found.stages
+            for stage in assignment.stages
         ]
         busy = max((microbatches - fill) * time + more for time, more in zip(times, once, strict=True))
-        assert fill * sum(times) + busy == pytest.approx(found.step_s)
-        borders = [(stage.first, stage.last) for stage in found.stages]
+        assert fill * sum(times) + busy == pytest.approx(assignment.step_s)
+        borders = [(stage.first, stage.last) for stage in assignment.stages]
         assert [first for first, _ in borders] == [0, *(last + 1 for _, last in borders[:-1])]
         assert borders[-1][1] == prices.num_layers - 1
-        for following, stage in enumerate(reversed(found.stages)):
+        for following, stage in enumerate(reversed(assignment.stages)):
             cell = stage.first, stage.last, stage.submesh, stage.variant
             assert prices.seconds[cell] == stage.seconds
             assert prices.most_after[cell] >= following
@@ -133,12 +133,12 @@ def test_stages_in_the_order_of_ranks_equal_brute_force(
 
     expected = brute_force(prices, pools, microbatches, fill, possible)
     for prunes in (True, False):
-        found = assign_stages(
+        assignment = assign_stages(
             prices, pools, microbatches, fill=fill, prunes=prunes, boxes=[box] * len(pools), in_order=in_order
         )
-        assert (found.step_s if found is not None else inf) == pytest.approx(expected, rel=1e-9)
-        if found is not None:
-            assert possible([prices.submeshes[stage.submesh] for stage in found.stages])
+        assert (assignment.step_s if assignment is not None else inf) == pytest.approx(expected, rel=1e-9)
+        if assignment is not None:
+            assert possible([prices.submeshes[stage.submesh] for stage in assignment.stages])
 
 
 def alike(seconds: np.ndarray, sizes: tuple[int, ...] = (1, 2, 4, 8)) -> StagePrices:
@@ -189,11 +189,11 @@ optima were found by a simpler program, which tries every limit on the slowest s
 def test_known_optima(
     prices: StagePrices, devices: int, microbatches: int, step_s: float, stages: list[tuple[int, int, int, int]]
 ) -> None:
-    found = assign_stages(prices, (devices,), microbatches)
-    assert found is not None
-    assert found.step_s == pytest.approx(step_s, rel=1e-12)
+    assignment = assign_stages(prices, (devices,), microbatches)
+    assert assignment is not None
+    assert assignment.step_s == pytest.approx(step_s, rel=1e-12)
     assert [
-        (stage.first, stage.last, prices.submeshes[stage.submesh].devices, stage.variant) for stage in found.stages
+        (stage.first, stage.last, prices.submeshes[stage.submesh].devices, stage.variant) for stage in assignment.stages
     ] == stages
 
 
@@ -213,9 +213,9 @@ def test_a_slow_pool_gets_fewer_layers() -> None:
     for first, last in itertools.combinations_with_replacement(range(layers), 2):
         seconds[first, last, :, 0] = (last - first + 1), 2.0 * (last - first + 1)
     prices = StagePrices((alone(0, 8), alone(1, 8)), seconds, np.full(seconds.shape, ANY))
-    found = assign_stages(prices, (8, 8), 64)
-    assert found is not None
-    assert sorted(stage.last - stage.first + 1 for stage in found.stages) == [4, 8]
+    assignment = assign_stages(prices, (8, 8), 64)
+    assert assignment is not None
+    assert sorted(stage.last - stage.first + 1 for stage in assignment.stages) == [4, 8]
 
 
 def test_a_stage_may_join_unlike_devices() -> None:
@@ -229,15 +229,15 @@ def test_a_stage_may_join_unlike_devices() -> None:
         fast, slow = (*submesh.counts, 0)[:2]
         seconds[first, last, number] = (last - first + 1) / (fast + slow / 4)
     prices = StagePrices(tuple(submeshes), seconds, np.full(seconds.shape, ANY))
-    found = assign_stages(prices, (12, 4), 8)
-    assert found is not None
-    assert {submeshes[stage.submesh].counts: stage.last - stage.first + 1 for stage in found.stages} == {
+    assignment = assign_stages(prices, (12, 4), 8)
+    assert assignment is not None
+    assert {submeshes[stage.submesh].counts: stage.last - stage.first + 1 for stage in assignment.stages} == {
         (4, 4): 4, (8,): 6,
     }  # fmt: skip
     apart = StagePrices(tuple(submeshes[:4]), seconds[:, :, :4], prices.most_after[:, :, :4])
     separate = assign_stages(apart, (12, 4), 8)
     assert separate is not None
-    assert found.step_s < separate.step_s
+    assert assignment.step_s < separate.step_s
 
 
 def test_what_a_stage_does_once_is_weighed_by_the_micro_batches() -> None:
@@ -250,18 +250,18 @@ def test_what_a_stage_does_once_is_weighed_by_the_micro_batches() -> None:
         once[first, last] = 4.0 * (last == layers - 1)
     prices = StagePrices((Submesh((1,)),), seconds, np.full(seconds.shape, ANY), once)
     for microbatches, expected in ((3, [4, 2]), (100, [3, 3])):
-        found = assign_stages(prices, (2,), microbatches)
-        assert found is not None
-        assert [stage.last - stage.first + 1 for stage in found.stages] == expected
+        assignment = assign_stages(prices, (2,), microbatches)
+        assert assignment is not None
+        assert [stage.last - stage.first + 1 for stage in assignment.stages] == expected
 
 
 def test_memory_limits_the_stages_that_follow() -> None:
     """Each stage keeps the activations of as many micro-batches as stages follow: here, none may follow two."""
     prices = layered(6, (1, 2, 4, 8))
     few = StagePrices(prices.submeshes, prices.seconds, np.full(prices.seconds.shape, 1))
-    found = assign_stages(few, (8,), 1000)
-    assert found is not None
-    assert len(found.stages) <= 2
+    assignment = assign_stages(few, (8,), 1000)
+    assert assignment is not None
+    assert len(assignment.stages) <= 2
     assert (
         assign_stages(StagePrices(prices.submeshes, prices.seconds, np.full(prices.seconds.shape, -1)), (8,), 4) is None
     )

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from meshwright.ir.schedule import Action, ActionList, Schedule
 from meshwright.schedules import pipeline
 from meshwright.schedules.passes import add_communication, add_reduction
-from meshwright.schedules.timing import Order, awaited, communicates, order_of
+from meshwright.schedules.timing import ActionOrder, awaited, communicates, order_of
 
 CHUNKS = {"interleaved": 3, "zb-v": 2, "dualpipe-v": 2}
 
 
-def plain_order(schedule: Schedule) -> Order:
+def plain_order(schedule: Schedule) -> ActionOrder:
     """The order of a schedule by looking actions up."""
     explicit = communicates(schedule)
     actions: list[Action] = []
@@ -43,7 +43,7 @@ def plain_order(schedule: Schedule) -> Order:
             ready.extend(waiting.pop(action, ()))
     distinct = tuple(dict.fromkeys((action.stage, action.kind) for action in actions))
     kinds = tuple(distinct.index((action.stage, action.kind)) for action in actions)
-    return Order(tuple(actions), tuple(ranks), tuple(awaits), kinds, distinct)
+    return ActionOrder(tuple(actions), tuple(ranks), tuple(awaits), kinds, distinct)
 
 
 @pytest.mark.parametrize("name", pipeline.NAMES)

@@ -57,8 +57,8 @@ def histories(case: dict[str, Any], seed: int, kills: dict[int, str] | None = No
 
 @pytest.mark.parametrize("case", CASES[:-1], ids=lambda case: f"delay {case['delay']}, alpha {case['alpha']}")
 def test_replicas_have_the_history_of_torchft(case: dict[str, Any]) -> None:
-    found = histories(case, seed=0)
-    assert [found[replica_name(replica)] for replica in range(2)] == case["history"]
+    outcomes = histories(case, seed=0)
+    assert [outcomes[replica_name(replica)] for replica in range(2)] == case["history"]
 
 
 @pytest.mark.parametrize("turn", [5, 40, 90])
@@ -66,6 +66,6 @@ def test_a_survivor_has_the_history_of_torchft(turn: int) -> None:
     """Whenever the other replica dies: all replicas have equal gradients, so the mean of fewer is the same."""
     case = CASES[-1]
     assert "recovery" in case["test"]
-    found = histories(case, seed=1, kills={turn: replica_name(1)})
-    assert found[replica_name(0)] == case["history"][0]
-    assert replica_name(1) not in found
+    outcomes = histories(case, seed=1, kills={turn: replica_name(1)})
+    assert outcomes[replica_name(0)] == case["history"][0]
+    assert replica_name(1) not in outcomes

@@ -61,14 +61,14 @@ def test_two_traces_stand_apart_each_from_its_own_beginning() -> None:
 
 @given(TRACES)
 def test_all_is_there_and_nothing_on_a_track_overlaps(trace: Trace) -> None:
-    found = events(trace)
-    complete = [event for event in found if event["ph"] == "X"]
+    entries = events(trace)
+    complete = [event for event in entries if event["ph"] == "X"]
     assert sorted((event["pid"], event["name"]) for event in complete) == sorted(
         (span.rank, span.what) for span in trace.spans
     )
-    assert sum(event["ph"] == "C" for event in found) == len(trace.memory)
-    assert all(event["ts"] >= 0 for event in found if event["ph"] in "XC")
-    named = {(event["pid"], event["tid"]) for event in found if event["name"] == "thread_name"}
+    assert sum(event["ph"] == "C" for event in entries) == len(trace.memory)
+    assert all(event["ts"] >= 0 for event in entries if event["ph"] in "XC")
+    named = {(event["pid"], event["tid"]) for event in entries if event["name"] == "thread_name"}
     assert {(event["pid"], event["tid"]) for event in complete} == named
     tracks: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for event in complete:

@@ -194,10 +194,10 @@ def test_pages_are_whole_and_name_nothing_elsewhere(client: TestClient) -> None:
 
 def test_an_answer_shows_the_best_layout_the_front_and_the_commands(client: TestClient) -> None:
     page = html.unescape(text_of(client, "/explore/answer", **ASKED))
-    found = prediction.find_layouts("llama3-8b", ASKED["cluster"], devices=16, global_batch=32)
-    best = found.options[0]
+    result = prediction.find_layouts("llama3-8b", ASKED["cluster"], devices=16, global_batch=32)
+    best = result.options[0]
     assert f"{best.step_s:.4g} s" in page
-    assert all(option.text in page for option in found.front)
+    assert all(option.text in page for option in result.front)
     assert page.count('class="dot d0"') + page.count('class="dot chosen"') >= 2
     assert page.count('class="dot chosen"') == 1
     for part in ("Where the time goes", "What the memory holds", "One step over time", "Take it along"):
@@ -293,12 +293,12 @@ def test_files_are_saved_and_read_again(client: TestClient, tmp_path: Path) -> N
 
 
 def test_a_timeline_has_every_span_and_every_rank() -> None:
-    found = EXPLORER.answer(QUESTION)
-    option = next(each for each in found.result.options if each.setup.pp > 1 and each.setup.dp > 1)
+    reply = EXPLORER.answer(QUESTION)
+    option = next(each for each in reply.result.options if each.setup.pp > 1 and each.setup.dp > 1)
     setup = option.setup
     words = prediction.layout_words(setup)
     timeline = EXPLORER.timeline(msgspec.structs.replace(QUESTION, layout=words))
-    trace = prediction.rehearsed_trace(setup, found.cluster)
+    trace = prediction.rehearsed_trace(setup, reply.cluster)
     assert trace is not None
     assert sum(len(lane.starts) for lane in timeline.lanes) == len(trace.spans)
     lane = timeline.lanes[0]

@@ -21,11 +21,11 @@ from meshwright.ir import files
 from meshwright.ir.result import Result, Utilization
 from meshwright.planner.inter_op.stage_prices import StagePrices
 from meshwright.planner.layerwise import divide_layers
-from meshwright.planner.workspace import Choice
+from meshwright.planner.workspace import KernelChoice
 from meshwright.schedules.collectives.operations import ALL_REDUCE, all_reduce
 from meshwright.worked import kept, planning, pruning
 from meshwright.worked.algorithms import executed
-from meshwright.worked.alpa import Pair, Sizes
+from meshwright.worked.alpa import AlpaPair, Sizes
 from meshwright.worked.divisions import every_division
 from meshwright.worked.line import compared, predicted
 
@@ -189,7 +189,7 @@ def every_pipeline(prices: StagePrices, devices: int, layer: int = 0) -> Iterato
 
 
 def test_pruning_finds_what_trying_every_pipeline_finds() -> None:
-    pair = Pair("gpt", "small", Sizes(8, 512, 8), 4, (None, None, None, None), batch=256)
+    pair = AlpaPair("gpt", "small", Sizes(8, 512, 8), 4, (None, None, None, None), batch=256)
     prices = pruning.prices_of(pair)
     best = min(sum(each) + (pruning.MICROBATCHES - 1) * max(each) for each in every_pipeline(prices, 4))
     whole, pruned = pruning.both(prices, 4)
@@ -199,7 +199,7 @@ def test_pruning_finds_what_trying_every_pipeline_finds() -> None:
 
 
 def test_divisions_are_enumerated() -> None:
-    table = [Choice("a", 1, 1.0, 0), Choice("b", 2, 1.0, 0), Choice("c", 3, 1.0, 0)]
+    table = [KernelChoice("a", 1, 1.0, 0), KernelChoice("b", 2, 1.0, 0), KernelChoice("c", 3, 1.0, 0)]
     found = {"".join(piece.name for piece in pieces) for pieces in every_division(table, 4)}
     assert found == {"aaaa", "aab", "bb", "ac"}
 

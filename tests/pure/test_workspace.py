@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 
 from meshwright.errors import LayoutError
 from meshwright.planner.integer_program import GAP
-from meshwright.planner.workspace import Choice, Division, divided, pareto, share
+from meshwright.planner.workspace import Division, KernelChoice, divided, pareto, share
 
 MIB = 2**20
 SIZES = [2**power for power in range(9)]
 PUBLISHED = [
-    *(Choice("fast", size, (0.1 * size + 0.01) * 1e-3, size * MIB) for size in SIZES),
-    *(Choice("slow", size, (10 * size + 0.1) * 1e-3, size) for size in SIZES),
+    *(KernelChoice("fast", size, (0.1 * size + 0.01) * 1e-3, size * MIB) for size in SIZES),
+    *(KernelChoice("slow", size, (10 * size + 0.1) * 1e-3, size) for size in SIZES),
 ]
 """The table of µ-cuDNN's own test (test/dp.cpp): a fast kernel with b MiB, a slow kernel with b bytes."""
 
 
-def all_divisions(choices: Sequence[Choice], samples: int) -> Iterator[tuple[Choice, ...]]:
+def all_divisions(choices: Sequence[KernelChoice], samples: int) -> Iterator[tuple[KernelChoice, ...]]:
     """Every way to fill ``samples`` with pieces; the order of pieces does not count."""
     if samples == 0:
         yield ()
@@ -32,7 +32,7 @@ def all_divisions(choices: Sequence[Choice], samples: int) -> Iterator[tuple[Cho
                 yield (choice, *rest)
 
 
-def costs(pieces: Sequence[Choice]) -> tuple[float, int]:
+def costs(pieces: Sequence[KernelChoice]) -> tuple[float, int]:
     return sum(piece.seconds for piece in pieces), max(piece.workspace_bytes for piece in pieces)
 
 
@@ -45,10 +45,10 @@ def undominated(pairs: set[tuple[float, int]]) -> list[tuple[float, int]]:
 
 
 @st.composite
-def tables(draw: st.DrawFn) -> list[Choice]:
+def tables(draw: st.DrawFn) -> list[KernelChoice]:
     """Some kernels, with whole seconds, so that sums are exact."""
     each = st.builds(
-        Choice, st.sampled_from(("gemm", "fft", "direct")), st.integers(1, 5), st.integers(0, 9).map(float),
+        KernelChoice, st.sampled_from(("gemm", "fft", "direct")), st.integers(1, 5), st.integers(0, 9).map(float),
         st.integers(0, 9),
     )  # fmt: skip
     return draw(st.lists(each, min_size=1, max_size=6))
@@ -69,7 +69,7 @@ def test_the_published_test_of_ucudnn_has_its_15_points() -> None:
 
 
 @given(tables(), st.integers(1, 12), st.integers(1, 10))
-def test_divisions_equal_trying_everything(choices: list[Choice], samples: int, limit: int) -> None:
+def test_divisions_equal_trying_everything(choices: list[KernelChoice], samples: int, limit: int) -> None:
     fitting = {costs(pieces) for pieces in all_divisions(choices, samples)}
     within = undominated({pair for pair in fitting if pair[1] <= limit})
     if not within:
@@ -96,7 +96,7 @@ def test_divisions_equal_trying_everything(choices: list[Choice], samples: int, 
 def test_a_budget_is_shared_as_trying_everything_shares_it(sets: list[list[tuple[int, int]]], total: int) -> None:
     named = {
         f"conv{number}": [
-            Division((Choice("gemm", 1, seconds / 7, size),), seconds / 7, size) for seconds, size in each
+            Division((KernelChoice("gemm", 1, seconds / 7, size),), seconds / 7, size) for seconds, size in each
         ]
         for number, each in enumerate(sets)
     }
@@ -119,7 +119,7 @@ def test_a_budget_is_shared_as_trying_everything_shares_it(sets: list[list[tuple
 def test_a_budget_is_kept_to_the_byte() -> None:
     """The solver's own tolerance would let a gibibyte be exceeded by a kibibyte."""
     slow, fast = (
-        Division((Choice("gemm", 1, seconds, size),), seconds, size) for seconds, size in ((2.0, 0), (1.0, 2**29))
+        Division((KernelChoice("gemm", 1, seconds, size),), seconds, size) for seconds, size in ((2.0, 0), (1.0, 2**29))
     )
     budget = {"conv1": [slow, fast], "conv2": [slow, fast]}
     assert share(budget, 2**30) == {"conv1": fast, "conv2": fast}
@@ -132,7 +132,7 @@ def test_a_budget_for_no_operators_is_shared_by_nobody() -> None:
 
 
 def test_bad_input_is_refused() -> None:
-    pair = [Choice("gemm", 4, 1.0, 10), Choice("fft", 6, 1.0, 20)]
+    pair = [KernelChoice("gemm", 4, 1.0, 10), KernelChoice("fft", 6, 1.0, 20)]
     with pytest.raises(LayoutError, match="7 samples are not a sum of the sizes with a kernel: 4, 6"):
         divided(pair, 7, 100)
     with pytest.raises(LayoutError, match=r"10 samples within 15 bytes.*\n.*at least 20 bytes"):
@@ -150,4 +150,4 @@ def test_bad_input_is_refused() -> None:
         share({"conv1": []}, 10)
     for bad in ((0, 1.0, 1), (1, float("nan"), 1), (1, float("inf"), 1), (1, -1.0, 1), (1, 1.0, -1)):
         with pytest.raises(LayoutError, match="kernel gemm"):
-            Choice("gemm", *bad)
+            KernelChoice("gemm", *bad)

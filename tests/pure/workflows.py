@@ -37,10 +37,10 @@ def random_workflow(seed: int) -> Workflow:
     )
     links = tuple(
         Link(
-            source=one, target=other, usd_per_gib=draw.choice((0.0, 1.0, 10.0)),
+            source=tier, target=other, usd_per_gib=draw.choice((0.0, 1.0, 10.0)),
             bits_per_s=draw.choice((0.0, 0.0, 2e7)), latency_s=draw.choice((0.0, 0.02)),
         )
-        for index, one in enumerate(tiers)
+        for index, tier in enumerate(tiers)
         for other in tiers[index + 1 :]
         if draw.random() < 0.9
     )  # fmt: skip
@@ -53,7 +53,7 @@ def random_workflow(seed: int) -> Workflow:
     names = [f"o{i}" for i in range(draw.randint(1, 3))]
     for index, name in enumerate(names):
         before = set(draw.sample(names[:index], min(index, draw.choice((0, 1, 1)))))
-        unread = {one.name for one in sources} if index == 0 else set()
+        unread = {source.name for source in sources} if index == 0 else set()
         variants = tuple(
             Variant(
                 name=f"m{i}", message_bytes=draw.choice((0.0, 1e4, 1e5)),
@@ -69,12 +69,14 @@ def random_workflow(seed: int) -> Workflow:
     if measured:
         rows = tuple(
             MeasuredAccuracy(models=dict(zip(names, models, strict=True)), accuracy=draw.randint(50, 90))
-            for models in product(*([variant.name for variant in one.variants] for one in operators))
+            for models in product(*([variant.name for variant in operator.variants] for operator in operators))
         )
     accuracy = draw.choice((0.0, 60.0, 70.0)) if measured else draw.choice((0.0, 0.5, 0.7))
     limits = Limits(accuracy=accuracy, latency_s=draw.choice((0.0, 0.0, 0.3, 0.5)))
-    known = sorted({device for one in operators for variant in one.variants for device in variant.seconds})
-    workers = tuple(one if one.device in known else msgspec.structs.replace(one, device=known[0]) for one in workers)
+    known = sorted({device for operator in operators for variant in operator.variants for device in variant.seconds})
+    workers = tuple(
+        worker if worker.device in known else msgspec.structs.replace(worker, device=known[0]) for worker in workers
+    )
     return Workflow(
         name=f"random {seed}", tiers=tuple(Tier(name=name) for name in tiers), workers=workers, links=links,
         sources=sources, operators=tuple(operators), accuracies=rows, limits=limits,
@@ -198,11 +200,11 @@ def _traffic_usd(
         for index, (terms, _) in enumerate(given):
             for column, value in terms.items():
                 matrix[index, column] = value
-    found = linprog(
+    optimum = linprog(
         costs, A_eq=equal, b_eq=[value for _, value in rows], A_ub=limits if full else None,
         b_ub=[value for _, value in full] if full else None, bounds=np.column_stack([np.zeros(count), upper]),
     )  # fmt: skip
-    return float(found.fun) if found.status == 0 else None
+    return float(optimum.fun) if optimum.status == 0 else None
 
 
 def every_plan_of_vqa(workflow: Workflow) -> tuple[float, int, int]:

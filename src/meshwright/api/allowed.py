@@ -46,10 +46,10 @@ def plan_before_start(wanted: Any, make: Callable[[], Plan]) -> Plan:
             store.set("allowed", _FAILED + str(error))
             raise
         return plans
-    said = store.get("allowed").decode()
-    if said.startswith(_FAILED):
-        raise LayoutError(f"rank 0 has found no plan: {said[1:]}", where="allow", remedy="see the error there")
-    return files.decode(said[1:].encode(), Plan, where="the plan of rank 0")
+    text = store.get("allowed").decode()
+    if text.startswith(_FAILED):
+        raise LayoutError(f"rank 0 has found no plan: {text[1:]}", where="allow", remedy="see the error there")
+    return files.decode(text[1:].encode(), Plan, where="the plan of rank 0")
 
 
 def search_allowed(

@@ -21,14 +21,14 @@ from meshwright.planner.foretell import foretell
 from meshwright.planner.layout_search import Search
 from meshwright.planner.time_limit import TimeLimit
 from meshwright.worked import SEARCHED, Worked, alpa
-from meshwright.worked.alpa import Compared, Found, Kind, Pair
+from meshwright.worked.alpa import AlpaPair, Compared, Kind, PlannerResult
 
 Say = Callable[[str], None]
 _ORDER: tuple[Kind, ...] = ("both", "manual", "intra", "inter")
 """The joint search comes first, because the other searches reuse its prices of layers."""
 
 
-def recompute_alpa(name: str, pairs: Sequence[Pair] | None = None, began: Say = lambda what: None) -> Worked:
+def recompute_alpa(name: str, pairs: Sequence[AlpaPair] | None = None, began: Say = lambda what: None) -> Worked:
     """Compare predicted with published throughput of Alpa's four planners, for each pair of a model and a number of
     devices.
 
@@ -43,14 +43,14 @@ def recompute_alpa(name: str, pairs: Sequence[Pair] | None = None, began: Say = 
 
 
 @nothing_collected()
-def planned_pair(pair: Pair, began: Say = lambda what: None) -> Compared:
+def planned_pair(pair: AlpaPair, began: Say = lambda what: None) -> Compared:
     """The plans that the four planners make for one pair."""
     cluster = load_cluster(alpa.CLUSTER, pair.devices)
     limit = alpa.MEMORY * cluster.device.memory_bytes
     graph = captured(pair)
     clock = TimeLimit(None, lambda what: began(f"{pair.title}: {what}"))
     shared: dict[OptimizerCost, Search] = {}  # searches with equal optimizers share the prices of layers
-    results: dict[Kind, Found] = {}
+    results: dict[Kind, PlannerResult] = {}
     for kind in _ORDER:
         optimizer = alpa.optimizer_of(pair.family, kind)
         if optimizer not in shared:  # the "inter" search needs the largest number of layers
@@ -63,7 +63,7 @@ def planned_pair(pair: Pair, began: Say = lambda what: None) -> Compared:
             search.run()
             plan = search.best()
         except LayoutError as error:
-            results[kind] = Found(problem=error.problem)
+            results[kind] = PlannerResult(problem=error.problem)
             continue
         finally:
             search.prices.close()
@@ -72,11 +72,11 @@ def planned_pair(pair: Pair, began: Say = lambda what: None) -> Compared:
         if plan.graphs:  # the published systems launch each kernel by itself
             without = msgspec.structs.replace(plan, graphs=False)
             step_s = foretell(PlanLowering(graph), without, cluster, optimizer=optimizer).played.step_s
-        results[kind] = Found(layout=layout_text(plan.layout), step_s=step_s)
+        results[kind] = PlannerResult(layout=layout_text(plan.layout), step_s=step_s)
     return Compared(pair, results)
 
 
-def captured(pair: Pair) -> Graph:
+def captured(pair: AlpaPair) -> Graph:
     """The training step of a pair's model on a global batch, on the meta device."""
     model = model_of(pair)
     with torch.device("meta"):
@@ -88,7 +88,7 @@ def captured(pair: Pair) -> Graph:
         return capture(model, language_model_loss, {"tokens": tokens, "targets": tokens})
 
 
-def model_of(pair: Pair) -> nn.Module:
+def model_of(pair: AlpaPair) -> nn.Module:
     """The model of a pair on the meta device, as in Alpa's evaluation. GPT and mixtures of experts use float16,
     attention that stores its scores, and an output layer that is not tied to the embedding. Wide-ResNet uses
     float32."""

@@ -136,21 +136,21 @@ def foretell_feed(loader: PrefetchLoader, step_s: float, num_steps: int) -> Feed
     num_steps = min(num_steps, MOST_REPLAYED // loader.batch_size)
     if (dist.is_initialized() and dist.get_rank() != 0) or num_steps < 1:
         return None
-    found = foretold(
+    forecast = foretold(
         loader, step_s, num_steps,
         FeedRates(
             file_bytes_per_s=sum(rate for rate, _ in rates),
             prepare_s=statistics.fmean(prepare_s for _, prepare_s in rates),
         ),
     )  # fmt: skip
-    if step_s and (share := statistics.fmean(found.waits) / step_s) >= SLOW:
+    if step_s and (share := statistics.fmean(forecast.waits) / step_s) >= SLOW:
         use = DataUse(
             data="", num_ranks=0, num_steps=0, fetches={}, misses=0, waited_s=0.0,
-            file_bytes_per_s=found.file_bytes_per_s, needed_bytes_per_s=found.needed_bytes_per_s,
+            file_bytes_per_s=forecast.file_bytes_per_s, needed_bytes_per_s=forecast.needed_bytes_per_s,
         )  # fmt: skip
         log.warning("the data are slower than the steps: a step of %s will wait for %.0f %% of its time. %s",
                     seconds(step_s), 100 * share, use.explanation)  # fmt: skip
-    return found
+    return forecast
 
 
 def foretold(loader: PrefetchLoader, step_s: float, num_steps: int, rates: FeedRates) -> FeedForetold:

@@ -33,9 +33,9 @@ from meshwright.ir.run import Run
 from meshwright.lower.plans import PlanLowering
 from meshwright.planner.explicit import adapt_plan
 from meshwright.planner.foretell import foretell
-from meshwright.runtime.dry_run import MOMENTS, Job, Rehearsed, rehearse
+from meshwright.runtime.dry_run import MOMENTS, DryRunJob, Rehearsed, rehearse
 from meshwright.runtime.optimizer import OptimizerFactory, check_factory
-from meshwright.schedules.rendezvous import Started, Stream, as_of, unmatched
+from meshwright.schedules.rendezvous import StartedOperation, Stream, as_of, unmatched
 
 CPU = torch.device("cpu")
 FEW_RANKS = 16
@@ -110,20 +110,20 @@ def dry_run_captured(
         )
     box = box_of(known)
     foretold = foretell(PlanLowering(graph, rules, box), chosen, known, optimizer=kept, clips=clips)
-    job = Job(
+    job = DryRunJob(
         model, loss_fn, batch, captured, chosen, adapt_plan, factory, max_grad_norm, seed,
         frozenset(known.device.peak_flops_per_s), box,
     )  # fmt: skip
     wanted = tuple(dict.fromkeys(ranks or ())) or kinds_of_ranks(chosen)
-    found = []
+    rehearsed = []
     for rank in wanted:
         chosen.mesh.coordinates(rank)  # raises a LayoutError if there is no such rank
         progress(f"rank {rank}")
         with _quiet(rank != wanted[0]):
-            found.append(rehearse(job, rank))
+            rehearsed.append(rehearse(job, rank))
     peaks = [foretold.memory[chosen.mesh.coordinates(rank).get("pp", 0)].peak_bytes for rank in wanted]
     room = room_of(known, range(chosen.mesh.world_size), num_peers(chosen.mesh.sizes, box))
-    streams, matched = _streams(found, chosen)
+    streams, matched = _streams(rehearsed, chosen)
     return DryRun(
         model=graph.model,
         cluster=known.name,
@@ -133,8 +133,8 @@ def dry_run_captured(
         layout=layout_text(chosen.layout),
         world_size=chosen.mesh.world_size,
         matched=matched,
-        ranks=tuple(map(_figures, found, peaks)),
-        findings=(*_merged(found), *_never_ending(streams), *_too_large(found, room)),
+        ranks=tuple(map(_figures, rehearsed, peaks)),
+        findings=(*_merged(rehearsed), *_never_ending(streams), *_too_large(rehearsed, room)),
         unchecked=tuple(captured.opaque.names) if captured.opaque is not None else (),
     )
 
@@ -202,23 +202,23 @@ def _quiet(silent: bool) -> Iterator[None]:
         log.disabled = before
 
 
-def _figures(found: Rehearsed, predicted_bytes: int) -> RankRun:
-    last = [entry for entry in found.streams.get(MOMENTS[-1], ()) if isinstance(entry, Started)]
+def _figures(rehearsed: Rehearsed, predicted_bytes: int) -> RankRun:
+    last = [entry for entry in rehearsed.streams.get(MOMENTS[-1], ()) if isinstance(entry, StartedOperation)]
     return RankRun(
-        rank=found.rank,
-        peak_bytes=found.peak_bytes,
+        rank=rehearsed.rank,
+        peak_bytes=rehearsed.peak_bytes,
         predicted_bytes=predicted_bytes,
-        held_bytes=found.held_bytes,
+        held_bytes=rehearsed.held_bytes,
         messages=sum(len(entry.messages) for entry in last),
         collectives=sum(bool(entry.ranks) for entry in last),
     )
 
 
-def _merged(found: Sequence[Rehearsed]) -> Iterator[Finding]:
+def _merged(rehearsed: Sequence[Rehearsed]) -> Iterator[Finding]:
     """The findings of all ranks; equal ones are joined."""
     ranks: dict[Finding, list[int]] = {}
     times: dict[Finding, int] = {}
-    for each in found:
+    for each in rehearsed:
         for finding in each.findings:
             key = Finding(finding.kind, finding.what, finding.where, finding.moment)
             ranks.setdefault(key, []).append(each.rank)
@@ -227,11 +227,11 @@ def _merged(found: Sequence[Rehearsed]) -> Iterator[Finding]:
         yield Finding(key.kind, key.what, key.where, key.moment, tuple(own), times[key])
 
 
-def _streams(found: Sequence[Rehearsed], plan: Plan) -> tuple[dict[str, dict[int, Stream]], bool]:
+def _streams(rehearsed: Sequence[Rehearsed], plan: Plan) -> tuple[dict[str, dict[int, Stream]], bool]:
     """The streams of ranks by moment, and whether they are those of the whole job. A rank that was not run does as the
     first rank of its stage, with its own neighbours. That is not known of plans whose ranks differ within a stage: of
     unlike stages, and where ranks of a stage send to each other, as they do for the borders of pictures."""
-    run = {each.rank: each for each in found}
+    run = {each.rank: each for each in rehearsed}
     streams: dict[str, dict[int, Stream]] = {
         moment: {rank: each.streams.get(moment, ()) for rank, each in run.items()} for moment in MOMENTS
     }
@@ -248,10 +248,12 @@ def _streams(found: Sequence[Rehearsed], plan: Plan) -> tuple[dict[str, dict[int
     return streams, True
 
 
-def _sends_to_stages(found: Rehearsed, plan: Plan) -> bool:
+def _sends_to_stages(rehearsed: Rehearsed, plan: Plan) -> bool:
     """Whether a rank sends messages only to the ranks with its own place in other stages."""
-    linked = {rank for stage in range(plan.mesh.num_stages) for rank in plan.mesh.linked_ranks(found.rank, stage)}
-    entries = (entry for stream in found.streams.values() for entry in stream if isinstance(entry, Started))
+    linked = {rank for stage in range(plan.mesh.num_stages) for rank in plan.mesh.linked_ranks(rehearsed.rank, stage)}
+    entries = (
+        entry for stream in rehearsed.streams.values() for entry in stream if isinstance(entry, StartedOperation)
+    )
     return all(message.peer in linked for entry in entries for message in entry.messages)
 
 
@@ -269,8 +271,8 @@ def _never_ending(streams: dict[str, dict[int, Stream]]) -> Iterator[Finding]:
             yield Finding("unmatched", f"{each.what}{joint}{each.why}", "", moment, (each.rank,))
 
 
-def _too_large(found: Sequence[Rehearsed], room_bytes: int) -> Iterator[Finding]:
-    for each in found:
+def _too_large(rehearsed: Sequence[Rehearsed], room_bytes: int) -> Iterator[Finding]:
+    for each in rehearsed:
         if each.peak_bytes > room_bytes:
             what = f"{each.peak_bytes / 2**30:.2f} GiB of tensors, where {room_bytes / 2**30:.2f} GiB surely fit"
             yield Finding("memory", what, "", MOMENTS[-1], (each.rank,))

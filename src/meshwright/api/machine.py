@@ -126,9 +126,9 @@ def learn_from_runs(
     return _saved(learn_ledgers(ledgers, known), output), output
 
 
-def _saved(found: LearnedCluster, target: Path) -> LearnedCluster:
-    save_cluster(found.cluster, target)
-    return found
+def _saved(learned: LearnedCluster, target: Path) -> LearnedCluster:
+    save_cluster(learned.cluster, target)
+    return learned
 
 
 def save_cluster(cluster: Cluster | None, target: Path) -> Cluster:
@@ -166,9 +166,9 @@ def measure_machine(progress: Progress | None = None) -> Cluster | None:
 def measure_gpus(progress: Progress | None = None) -> Cluster | None:
     """Measure GPUs on every rank of a calibration. Return the cluster on rank 0, None on other ranks."""
     progress = progress or Silent()
-    found = calibrate_gpus.measure(calibrate_gpus.Effort(), _told_once(progress))
+    measured = calibrate_gpus.measure(calibrate_gpus.GpuEffort(), _told_once(progress))
     progress.end()
-    return gpu_cluster(found) if found is not None else None
+    return gpu_cluster(measured) if measured is not None else None
 
 
 def _told_once(progress: Progress) -> Callable[[str], None]:
@@ -235,11 +235,11 @@ def known_cluster(cluster: Cluster | str | None, device: torch.device, num_ranks
         return known.resized(num_ranks) if known.open_ended and num_ranks > known.num_devices else known
     if device.type == "cpu":
         generic = _ours(load_cluster("cpu-local"))
-        here = _runnable(calibrated() or generic)
-        if num_ranks <= here.num_devices:
-            return here
-        inside = msgspec.structs.replace((here.levels or generic.levels)[0], fan_out=num_ranks)
-        return msgspec.structs.replace(here, num_devices=num_ranks, levels=(inside,))
+        this_machine = _runnable(calibrated() or generic)
+        if num_ranks <= this_machine.num_devices:
+            return this_machine
+        inside = msgspec.structs.replace((this_machine.levels or generic.levels)[0], fan_out=num_ranks)
+        return msgspec.structs.replace(this_machine, num_devices=num_ranks, levels=(inside,))
     return _gpus_here(device, num_ranks)
 
 
@@ -261,19 +261,19 @@ def _gpus_here(device: torch.device, num_ranks: int) -> Cluster:
             f"{num_ranks} ranks do not fill whole boxes, which have {each} ranks as this machine has", where="cluster",
             remedy=f"start a multiple of {each} ranks, or pass cluster=, the name or the file of a cluster",
         )  # fmt: skip
-    found = _ours(reported_cluster(name, memory_bytes, processors, each, num_boxes))
+    assumed = _ours(reported_cluster(name, memory_bytes, processors, each, num_boxes))
     if num_boxes > 1:
         log.info(
             "%d boxes with %d ranks each are planned as %s: the fabric between them was not measured, and may be "
-            "another (cluster=)", num_boxes, each, found.name,
+            "another (cluster=)", num_boxes, each, assumed.name,
         )  # fmt: skip
         if measured is not None:
-            inner = msgspec.structs.replace((measured.levels or found.levels)[0], fan_out=each)
+            inner = msgspec.structs.replace((measured.levels or assumed.levels)[0], fan_out=each)
             return msgspec.structs.replace(
-                measured, num_devices=found.num_devices, levels=(inner, *found.levels[1:]), open_ended=True
+                measured, num_devices=assumed.num_devices, levels=(inner, *assumed.levels[1:]), open_ended=True
             )
     log.info("%s was not measured: predictions rest on the catalog, and are wide (`meshwright calibrate`)", device)
-    return found
+    return assumed
 
 
 def _ours(cluster: Cluster) -> Cluster:
@@ -295,9 +295,9 @@ def check_size(cluster: Cluster, num_ranks: int) -> None:
         cluster.resized(num_ranks)
 
 
-def _runnable(here: Cluster) -> Cluster:
+def _runnable(cluster: Cluster) -> Cluster:
     """This machine's cluster. Measurements of MPI are left out if MPI did not start the ranks."""
-    rows = tuple(row for row in here.collectives if row.algorithm != MPI or mpi.is_there())
-    if len(rows) < len(here.collectives):
+    rows = tuple(row for row in cluster.collectives if row.algorithm != MPI or mpi.is_there())
+    if len(rows) < len(cluster.collectives):
         log.info("the measurements of MPI are left out: these ranks were not started by mpirun")
-    return msgspec.structs.replace(here, collectives=rows)
+    return msgspec.structs.replace(cluster, collectives=rows)

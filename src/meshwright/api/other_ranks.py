@@ -24,12 +24,12 @@ def fitting(run: Run, directory: Path) -> Run:
     if not begun or run.layout.searched or run.layout.replicas > 1 or run.num_ranks(num_ranks) == num_ranks:
         return run
     fewer = run.within(num_ranks)
-    found = fewer if fewer.num_ranks(num_ranks) == num_ranks else run.searched()
-    if found.layout != run.layout and launch.launched_rank() == 0:
-        how = "the planner searches for another" if found.layout.searched else "it has other data-parallel ranks"
+    fitted = fewer if fewer.num_ranks(num_ranks) == num_ranks else run.searched()
+    if fitted.layout != run.layout and launch.launched_rank() == 0:
+        how = "the planner searches for another" if fitted.layout.searched else "it has other data-parallel ranks"
         needed = run.num_ranks(num_ranks)
         log.warning("the layout takes %d ranks, and there are %d: %s", needed, num_ranks, how)
-    return found
+    return fitted
 
 
 def has_begun(directory: Path) -> bool:
@@ -67,9 +67,9 @@ def too_large(run: Run, error: FailedRankError, num_ranks: int) -> FailedRankErr
     remedy = "make the model or the batch smaller, or start fewer ranks here (train.ranks, or more hosts)"
     if run.layout.searched:
         remedy += "; a search of layouts takes memory, too: give sizes instead of plan = auto"
-    found = FailedRankError(problem, where=error.where, remedy=remedy)
-    found.doing = error.doing
-    return found
+    explained = FailedRankError(problem, where=error.where, remedy=remedy)
+    explained.doing = error.doing
+    return explained
 
 
 def _size(num_bytes: float) -> str:

@@ -64,8 +64,8 @@ class SearchRequest:
         cluster = self.cluster.name, self.cluster.num_devices
         memory = None if self.memory_bytes is None else float(self.memory_bytes)
         options = self.clips, self.only, self.offload, self.codec, self.float8
-        rest = self.devices, memory, self.optimizer, options
-        return launch.cache_directory() / "plans" / f"{_digest((graph, cluster, rest))[:32]}.json"
+        options_of_search = self.devices, memory, self.optimizer, options
+        return launch.cache_directory() / "plans" / f"{_digest((graph, cluster, options_of_search))[:32]}.json"
 
 
 class KeptPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -92,7 +92,7 @@ class KeptPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         )
 
     @property
-    def made(self) -> str:
+    def ended_at(self) -> str:
         """When the search ended, as local date and time."""
         return time.strftime("%Y-%m-%d %H:%M", time.localtime(self.made_s))
 
@@ -115,12 +115,12 @@ def find(request: SearchRequest) -> Plan | None:
     try:
         kept = files.load(path, KeptPlan)
         if changed := " and ".join(kept.changes(request)):
-            log.info("%s is stale: %s changed since %s; the search starts anew", path, changed, kept.made)
+            log.info("%s is stale: %s changed since %s; the search starts anew", path, changed, kept.ended_at)
             return None
         if not (problem := _problem(kept, request, str(path))):
             log.info(
                 "the plan is from the cache: it was searched for at %s; to search again: `meshwright plan --fresh`, "
-                "mw.plan(..., fresh=True), or remove %s", kept.made, path,
+                "mw.plan(..., fresh=True), or remove %s", kept.ended_at, path,
             )  # fmt: skip
             return kept.plan
     except (MeshwrightError, RecursionError) as error:
@@ -156,17 +156,19 @@ def code_digest() -> str:
 
 def _problem(kept: KeptPlan, request: SearchRequest, where: str) -> str:
     """The reason why the kept plan does not answer the request; empty if it does."""
-    plan, said = kept.plan, kept.plan.prediction
+    plan, promised = kept.plan, kept.plan.prediction
     if kept.checksum != _checksum(plan):
         return "the plan is not the one that was kept"
     check_fits(plan, request.graph, where)
-    if plan.mesh.world_size != request.devices or said is None:
+    if plan.mesh.world_size != request.devices or promised is None:
         return f"it is a plan for {plan.mesh.world_size} ranks"
     foretold = foretell(
         PlanLowering(request.graph), plan, request.cluster, optimizer=request.optimizer, clips=request.clips
     )
     prediction = foretold.prediction
-    alike = math.isclose(prediction.step_s, said.step_s) and prediction.peak_memory_bytes == said.peak_memory_bytes
+    alike = (
+        math.isclose(prediction.step_s, promised.step_s) and prediction.peak_memory_bytes == promised.peak_memory_bytes
+    )
     return "" if alike and foretold.fits(request.memory_bytes) else "its costs differ from the search's costs"
 
 
@@ -185,8 +187,8 @@ def _remove_oldest(directory: Path) -> None:
     """Remove the oldest plans, so that at most ``MOST_PLANS`` stay. Another process may remove them at the same
     time."""
     with suppress(FileNotFoundError):
-        every = sorted(directory.glob("*.json"), key=lambda path: path.stat().st_mtime)
-        for path in every[:-MOST_PLANS]:
+        paths = sorted(directory.glob("*.json"), key=lambda path: path.stat().st_mtime)
+        for path in paths[:-MOST_PLANS]:
             path.unlink(missing_ok=True)
 
 

@@ -41,7 +41,7 @@ from meshwright.simulate.faults import Faults
 CPU = torch.device("cpu")
 
 
-class Planned(msgspec.Struct, frozen=True, kw_only=True):
+class PlannedRun(msgspec.Struct, frozen=True, kw_only=True):
     """A plan with its prediction, and whether it fits in a rank's memory (``verdict``, with the chance that it does).
     ``constants``: the source of the cluster's constants. ``software``: the name of the software profile. ``programs``:
     the programs of one rank, if a rank was asked for. ``changes``: if the layout may not fit, single changes that would
@@ -74,7 +74,7 @@ def plan_run(
     stop: Callable[[], bool] = lambda: False,
     quick: Callable[[QuickAnswer], None] | None = None,
     allow: Sequence[str] = (),
-) -> Planned:
+) -> PlannedRun:
     """The plan of a RUN.toml for ``ranks`` ranks (0: the number of ranks in its layout or its cluster).
 
     ``program_of``: return the programs of this rank too. ``why_not``: also return the reason why this layout was not
@@ -126,7 +126,7 @@ def plan_run(
         lost = compare.why_not(
             graph, why_not, chosen, known, lower, memory_bytes=memory_bytes, optimizer=optimizer, clips=clips
         )
-    return Planned(
+    return PlannedRun(
         plan=chosen, constants=known.constants, memory_bytes=limit, programs=programs, verdict=verdict,
         fit_chance=chance, software=software.name, copies=copies, changes=changes, lost=lost,
         carried=carried,
@@ -164,8 +164,8 @@ def searches_of(
 def _programs(graph: Graph, plan: Plan, rank: int) -> RankPrograms:
     """The programs of all stages of a rank."""
     place = plan.mesh.coordinates(rank).get("pp", 0)
-    every = PlanLowering(graph)(plan, rank - plan.mesh.stage_ranks(place).start)
-    return RankPrograms(rank=rank, programs=tuple(every[stage] for stage in plan.pipeline.stages_of(place)))
+    programs = PlanLowering(graph)(plan, rank - plan.mesh.stage_ranks(place).start)
+    return RankPrograms(rank=rank, programs=tuple(programs[stage] for stage in plan.pipeline.stages_of(place)))
 
 
 def simulate_run(

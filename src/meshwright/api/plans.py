@@ -369,12 +369,12 @@ def precision_of(plan: Any, precision: Precision | None) -> Precision | None:
     if both are given and differ."""
     if plan == "auto":
         return precision
-    said = plan.precision if isinstance(plan, Layout) else loaded(plan)[0].precision
-    if precision is not None and said != precision and not (said is None and isinstance(plan, Layout)):
+    planned = plan.precision if isinstance(plan, Layout) else loaded(plan)[0].precision
+    if precision is not None and planned != precision and not (planned is None and isinstance(plan, Layout)):
         raise LayoutError(
-            f"precision={precision!r}, but the plan has {said!r}", where="precision", remedy="give it in one place"
+            f"precision={precision!r}, but the plan has {planned!r}", where="precision", remedy="give it in one place"
         )
-    return said or precision
+    return planned or precision
 
 
 def check_plan(plan: Any) -> None:

@@ -66,14 +66,14 @@ def grid_product(
         only = (given,)
     item_bytes = dtype.itemsize
 
-    def made() -> ProductPlan:
+    def fastest_plan() -> ProductPlan:
         known = known_cluster(cluster, torch.device("cpu"), num_ranks)
         return plan_product(
             m, k, n, num_ranks, Network(known), multiplies(known, num_ranks, dtype), item_bytes=item_bytes,
             memory_words=None if memory_bytes is None else memory_bytes // item_bytes, gradients=gradients, only=only,
         )  # fmt: skip
 
-    return GridProduct(from_rank_0(made))
+    return GridProduct(from_rank_0(fastest_plan))
 
 
 def multiplies(cluster: Cluster, num_ranks: int, dtype: torch.dtype) -> LocalProducts:

@@ -74,13 +74,13 @@ def leaving_room(
         return search(memory_bytes)
     limit = memory_bytes or room_of(cluster, range(num_ranks))
     try:
-        found = search(max(1.0, limit - held.total_bytes))
+        chosen = search(max(1.0, limit - held.total_bytes))
     except LayoutError:
-        found = search(memory_bytes)
+        chosen = search(memory_bytes)
         note = Note(module=_COPIES, split="no room", reason=f"a rank would need {held}")
     else:
         note = Note(module=_COPIES, split="left free", reason=f"of each rank's memory, {held}")
-    return msgspec.structs.replace(found, notes=(*found.notes, note))
+    return msgspec.structs.replace(chosen, notes=(*chosen.notes, note))
 
 
 _COPIES = "(copies of the state)"

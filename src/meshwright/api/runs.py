@@ -27,7 +27,7 @@ from meshwright.ir.plan import Plan, Prediction
 from meshwright.ir.run import Run
 from meshwright.ir.run_data import TextData
 from meshwright.runtime import launch, manifest, worlds
-from meshwright.runtime.agree import told
+from meshwright.runtime.agree import convert_errors
 from meshwright.runtime.failures import Status
 from meshwright.runtime.launch_replicas import folder_of
 from meshwright.runtime.lock import TRAINER, locked
@@ -50,7 +50,7 @@ def verify_run(run: Run, steps: int, device: str, progress: Progress) -> tuple[V
     return verify(
         build.model(run),
         build.loss_function(run),
-        build.Source(run).example(),
+        build.DataSource(run).example(),
         run.layout.chosen(),
         optimizer=build.optimizer(run),
         max_grad_norm=run.train.max_grad_norm or None,
@@ -152,15 +152,15 @@ def _train(run: Run, progress: Progress, preemption: Preemption, stack: ExitStac
     stack.enter_context(launch.keeping_flights(directory / "ranks"))
     status.set("while reading the data")
     progress.begin("reading the data")
-    source = build.Source(run)
+    source = build.DataSource(run)
     status.set("while capturing and planning")
     progress.begin("capturing and planning")
     run = fitting(run, directory)
     trainer = trainer_of(run, source.example(), _asked(run, directory))
     lock = locked(directory, TRAINER, takes_over=launch.has_begun_before())
-    from_rank_0(lambda: told(f"{directory}", lambda: stack.enter_context(lock)))
+    from_rank_0(lambda: convert_errors(f"{directory}", lambda: stack.enter_context(lock)))
     sinks: list[Sink] = []
-    from_rank_0(lambda: sinks.extend(told(f"{directory}", lambda: opened(run.train.metrics, directory))))
+    from_rank_0(lambda: sinks.extend(convert_errors(f"{directory}", lambda: opened(run.train.metrics, directory))))
     predicts = rank == 0 and not run.schedule.batch_sizes
     predicted = cache(partial(foretold_step, run, trainer, trainer.plan)) if predicts else lambda: None
     prediction = prediction_of(trainer.plan, predicted)

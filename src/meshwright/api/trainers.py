@@ -288,11 +288,11 @@ def _in_float64(plan: Any, graph: Graph, doubled: Graph) -> Plan:
     """Adapt a plan of ``graph`` to the same model in float64, whose graph may have more or fewer casts."""
 
     def adapted() -> Plan:
-        given, where = loaded(plan)
-        if given.graph_fingerprint == doubled.fingerprint:
-            return given
-        check_fits(given, graph, where)
-        return adapt_plan(given, doubled)
+        planned, where = loaded(plan)
+        if planned.graph_fingerprint == doubled.fingerprint:
+            return planned
+        check_fits(planned, graph, where)
+        return adapt_plan(planned, doubled)
 
     return _plan_of_rank_0(adapted)
 
@@ -305,11 +305,11 @@ def _agree(graph: Graph) -> None:
     """Raise a RankError unless every rank has captured the same model."""
     dtypes = sorted({graph.tensors[name].dtype for name in graph.parameters})
     model = f"{graph.model} ({graph.num_parameters():,} parameters, {' '.join(dtypes)})"
-    every = from_every_rank(f"{model}, batch {graph.batch_size}, fingerprint {graph.fingerprint}")
-    for rank, other in enumerate(every):
-        if other != every[0]:
+    by_rank = from_every_rank(f"{model}, batch {graph.batch_size}, fingerprint {graph.fingerprint}")
+    for rank, other in enumerate(by_rank):
+        if other != by_rank[0]:
             raise RankError(
-                f"rank {rank} has {other}, rank 0 has {every[0]}",
+                f"rank {rank} has {other}, rank 0 has {by_rank[0]}",
                 where=f"rank {rank}",
                 remedy="build the same model and pass batches of the same shape on every rank",
             )

@@ -95,15 +95,15 @@ XOR_STEPS = 200
 
 def exclusive_or() -> Iterator[Line]:
     """Exclusive-or of two bits (Minsky and Papert, "Perceptrons", 1969), learned by one layer and by two."""
-    one, two = (_accuracy(sizes) for sizes in ((2, 2), (2, 8, 2)))
+    single_layer, two_layers = (_accuracy(sizes) for sizes in ((2, 2), (2, 8, 2)))
     trained = f"after {XOR_STEPS} steps of Adam"
     yield held(
         "one perceptron cannot learn it: at most 75 %",
-        f"{one:.0%}",
-        one <= 0.75,
+        f"{single_layer:.0%}",
+        single_layer <= 0.75,
         f"no line separates the ones from the zeros; {trained}",
     )
-    yield held("two layers can: 100 %", f"{two:.0%}", two == 1.0, f"8 hidden units; {trained}")
+    yield held("two layers can: 100 %", f"{two_layers:.0%}", two_layers == 1.0, f"8 hidden units; {trained}")
 
 
 def _accuracy(sizes: tuple[int, ...]) -> float:

@@ -136,5 +136,5 @@ def _searched(only: Literal["inter", "intra"]) -> SearchCosts:
         tokens = torch.zeros(SEQUENCES, SIZES.sequence_length, dtype=torch.int64)
         graph = capture(GPT(SIZES), language_model_loss, {"tokens": tokens, "targets": tokens})
     cluster = load_cluster(CLUSTER, DEVICES)
-    found = plan(graph, cluster, devices=DEVICES, only=only)
-    return search_costs(only, found, cluster, PlanLowering(graph), ADAMW, clips=False)
+    searched = plan(graph, cluster, devices=DEVICES, only=only)
+    return search_costs(only, searched, cluster, PlanLowering(graph), ADAMW, clips=False)

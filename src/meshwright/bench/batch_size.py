@@ -152,10 +152,10 @@ def _check(run: Run, sizes: Sequence[int], target: float, rules: Sequence[str]) 
     if not math.isfinite(target):
         raise FileFormatError(f"{target} is no loss", where="--target", remedy="give a number, such as 2.5")
     for key in ("name", "scaling", "batch_sizes"):
-        given = getattr(run.schedule, key)
-        if given not in ("none", ()):
+        value = getattr(run.schedule, key)
+        if value not in ("none", ()):
             raise FileFormatError(
-                f"it is {given!r}: how long it takes would depend on it", where=f"schedule.{key}",
+                f"it is {value!r}: how long it takes would depend on it", where=f"schedule.{key}",
                 remedy="leave it out; warmup_steps may stay",
             )  # fmt: skip
     if run.layout.file:
@@ -180,8 +180,8 @@ def measure(
     sides = {str(case.batch): timed_step(case.runs[0], base) for case in cases}
     seconds = alternate(sides, rounds=repetitions, steps=steps)
     return Counted(
-        steps=[tuple(count for count, _ in several) for several in counted],
-        losses=[tuple(loss for _, loss in several) for several in counted],
+        steps=[tuple(count for count, _ in pairs) for pairs in counted],
+        losses=[tuple(loss for _, loss in pairs) for pairs in counted],
         seconds={int(size): values for size, values in seconds.items()},
     )
 
@@ -212,7 +212,7 @@ def timed_step(run: Run, base: int) -> Callable[[], object]:
 
 def prepared(run: Run, base: int) -> tuple[Trainer, Loader, Loader]:
     """A trainer with its training and held-out data. The held-out data and their batches are equal for all sizes."""
-    source = build.Source(msgspec.structs.replace(run, data=msgspec.structs.replace(run.data, batch_size=base)))
+    source = build.DataSource(msgspec.structs.replace(run, data=msgspec.structs.replace(run.data, batch_size=base)))
     whole = source.training()
     whole.resize(run.data.batch_size)
     trainer = api.trainer_of(run, next(iter(whole)))

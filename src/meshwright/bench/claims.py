@@ -108,9 +108,9 @@ def best_peer(result: Result) -> Found:
 def same_run(result: Result) -> Found:
     """Compared series come from one run on one machine, because the speed of a machine changes from day to day."""
     for index, finding in result.keyed():
-        several = list(series_of(finding, index)) if isinstance(finding, BatchSizes | Comparison | Scaling) else []
-        for key, series in several:
-            first = several[0][1]
+        all_series = list(series_of(finding, index)) if isinstance(finding, BatchSizes | Comparison | Scaling) else []
+        for key, series in all_series:
+            first = all_series[0][1]
             if not series.run:
                 yield f"{key}.run", "does not say which run it is from", "measure both sides in one run, and name it"
             elif series.run != first.run:
@@ -130,9 +130,9 @@ def alike(result: Result) -> Found:
         names = ["dtype", "threads"]
         names += ["ranks"] if not isinstance(finding, Scaling) else []
         names += ["sizes"] if isinstance(finding, Comparison) else []
-        several = [(key, series) for key, series in series_of(finding, index) if series.settings in result.settings]
-        for key, series in several:
-            settings, first = result.settings_of(series), result.settings_of(several[0][1])
+        all_series = [(key, series) for key, series in series_of(finding, index) if series.settings in result.settings]
+        for key, series in all_series:
+            settings, first = result.settings_of(series), result.settings_of(all_series[0][1])
             for name in names:
                 if not getattr(settings, name) and name != "sizes":
                     yield f"settings.{series.settings}.{name}", "is not given", f"give the {name} that it ran with"
@@ -197,9 +197,9 @@ def _to_goal(key: str, finding: BatchSizes) -> Found:
         yield from _follows(f"{at}.target_s", p.target_s, count * p.series.value_s, "by steps and value_s")
 
 
-def _follows(key: str, given: float, right: float, how: str) -> Found:
-    if not math.isclose(given, right, rel_tol=TOLERANCE):
-        yield key, f"{given:.6g} does not follow: {how} it is {right:.6g}", "compute it from the numbers of the file"
+def _follows(key: str, stated: float, right: float, how: str) -> Found:
+    if not math.isclose(stated, right, rel_tol=TOLERANCE):
+        yield key, f"{stated:.6g} does not follow: {how} it is {right:.6g}", "compute it from the numbers of the file"
 
 
 def spread(result: Result) -> Found:

@@ -154,11 +154,11 @@ def result_of(
 
 def boxes_of(boxes: int, each: int, gbit: float) -> Cluster:
     """Boxes of ``each`` CPU ranks, joined by links of a rate in Gbit/s."""
-    here = load_cluster("cpu-local")
-    inner = msgspec.structs.replace(here.levels[0], name="box", fan_out=each)
+    this_machine = load_cluster("cpu-local")
+    inner = msgspec.structs.replace(this_machine.levels[0], name="box", fan_out=each)
     network = msgspec.structs.replace(inner, name="network", fan_out=boxes, alpha_s=1e-4, beta_s_per_byte=8e-9 / gbit)
     return msgspec.structs.replace(
-        here, name="emulated", num_devices=boxes * each, levels=(inner, network), collectives=()
+        this_machine, name="emulated", num_devices=boxes * each, levels=(inner, network), collectives=()
     )
 
 

@@ -118,7 +118,7 @@ def result_of(
     """
     batch, name, each = run.data.batch_size, uuid.uuid4().hex[:12], _ranks(run, replicas)
     layout = msgspec.structs.replace(run.layout, plan="", dp=replicas * max(1, run.layout.dp))
-    several = "one seed" if seeds == 1 else f"each of {seeds} seeds"
+    seeds_text = "one seed" if seeds == 1 else f"each of {seeds} seeds"
     settings = settings_of(msgspec.structs.replace(run, layout=layout), replicas * each, 1)
     findings = [
         finding
@@ -129,7 +129,7 @@ def result_of(
         date=today(), name="consistency", command=command, machine=this_machine(accelerators=True), versions=versions(),
         timed=TIMED.format(
             model=name_of_model(run), replicas=replicas, each="one rank" if each == 1 else f"{each} ranks",
-            seconds=seconds, seeds=several, emulated=emulated(cases), batch=batch, parts=PARTS,
+            seconds=seconds, seeds=seeds_text, emulated=emulated(cases), batch=batch, parts=PARTS,
         ),
         settings={SETTINGS: settings},
         findings=tuple(findings),

@@ -275,14 +275,16 @@ def _level(rows: Sequence[CollectiveTiming], name: str, size: int, senders: int)
     return Level(name=name, fan_out=size, alpha_s=alpha_s, beta_s_per_byte=per_byte * size / (size - 1) / senders)
 
 
-def _timings(ours: Collectives, case: _Case, num_bytes: int) -> list[CollectiveTiming]:
-    size = ours.num_ranks
+def _timings(collectives: Collectives, case: _Case, num_bytes: int) -> list[CollectiveTiming]:
+    size = collectives.num_ranks
     counts = [num_bytes // 4 // size] * size
     memory = torch.zeros(sum(counts))
     sides: dict[str, Callable[[], object]] = {}
     for name in case.algorithms:
-        sides[f"all_gather {name}"] = lambda name=name: ours.all_gather_parts(memory, counts, name).wait()  # type: ignore[misc]
-        sides[f"reduce_scatter {name}"] = lambda name=name: ours.reduce_scatter_parts(memory, counts, name).wait()  # type: ignore[misc]
+        sides[f"all_gather {name}"] = lambda name=name: collectives.all_gather_parts(memory, counts, name).wait()  # type: ignore[misc]
+        sides[f"reduce_scatter {name}"] = lambda name=name: collectives.reduce_scatter_parts(
+            memory, counts, name
+        ).wait()  # type: ignore[misc]
     steps = 20 if num_bytes < 2**18 else 2
     seconds = alternate(sides, rounds=5, steps=steps, warmup_steps=1)
     rows = []

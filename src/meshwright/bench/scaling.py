@@ -177,7 +177,7 @@ def _planned(run: Run, kind: str, counts: Sequence[int], grow: str, progress: Pr
 def measure(run: Run, repetitions: int, steps: int, threads: int) -> LaunchTimes:
     """Time the training step on this launch's ranks. On a single rank, also time plain eager PyTorch, in turns."""
     torch.set_num_threads(threads)
-    source = build.Source(run)
+    source = build.DataSource(run)
     batches = list(islice(source.training(), NUM_BATCHES))
     trainer = api.trainer_of(run, batches[0])
     sides = {OURS: _over(trainer.step, batches)}
@@ -228,11 +228,11 @@ def findings(
     run = uuid.uuid4().hex[:12]
     series = {
         (count, side): Series.of(
-            [value for measured in several for value in measured.seconds[side]],
-            steps=steps, settings=name_of(count), run=run, losses=tuple(several[0].losses[side]),
+            [value for measured in measurements for value in measured.seconds[side]],
+            steps=steps, settings=name_of(count), run=run, losses=tuple(measurements[0].losses[side]),
         )
-        for count, several in launches.items()
-        for side in several[0].seconds
+        for count, measurements in launches.items()
+        for side in measurements[0].seconds
     }  # fmt: skip
     counts = list(launches)
     first = counts[0]

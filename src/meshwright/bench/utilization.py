@@ -143,14 +143,14 @@ def _peaks(given: float, measured: Peak, nominal: Peak | None, product: float, t
 def _finding(name: str, seconds: list[float], flops: float, peaks: list[Peak], run: str) -> Utilization:
     peak = peaks[0]
     fraction = median(seconds).inverse().times(flops / peak.flops_per_s)
-    told = f"{fraction.value:.1%} (95 %: {fraction.low:.1%} to {fraction.high:.1%})"
+    text = f"{fraction.value:.1%} (95 %: {fraction.low:.1%} to {fraction.high:.1%})"
     measured = next((other for other in peaks if other.found.startswith("measured")), peak)
     if measured is not peak:
-        told += f"; {fraction.value * peak.flops_per_s / measured.flops_per_s:.1%} of the measured peak"
+        text += f"; {fraction.value * peak.flops_per_s / measured.flops_per_s:.1%} of the measured peak"
     return Utilization(
         target=f"{name}: part of the peak",
         verdict="reported",
-        measured=told,
+        measured=text,
         series=Series.of(seconds, settings=name, run=run),
         flops=flops,
         peak=peak,

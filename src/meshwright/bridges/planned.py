@@ -66,7 +66,7 @@ class Planned:
         if self.trainer is None or not self.is_split:
             yield
             return
-        given = self.trainer.parameters.given
+        own_parameters = self.trainer.parameters.given
         state = self.trainer.full_state_dict(all_ranks=True)
         device = self.trainer.device
         places = [
@@ -75,8 +75,10 @@ class Planned:
             for key, value in module._parameters.items()
             if value is not None
         ]
-        names = {id(value): name for name, value in given.items()}
-        wholes = {name: nn.Parameter(state[name].to(device), given[name].requires_grad) for name in given}
+        names = {id(value): name for name, value in own_parameters.items()}
+        wholes = {
+            name: nn.Parameter(state[name].to(device), own_parameters[name].requires_grad) for name in own_parameters
+        }
         _copy_buffers(self.model, state)
         try:
             for module, key, value in places:

@@ -55,7 +55,7 @@ class Capture:
 class _Operation:
     node: fx.Node
     call: Call
-    found: RuleOfCall
+    call_rule: RuleOfCall
     inputs: list[fx.Node]
     outputs: list[fx.Node | None]
     positions: tuple[int, ...]
@@ -75,8 +75,8 @@ class _Operation:
     @property
     def output_names(self) -> list[str]:
         """The names of the operator's outputs in the graph."""
-        several = len(self.outputs) > 1
-        return [f"{self.name}.{index}" if several else self.name for index in range(len(self.outputs))]
+        is_tuple = len(self.outputs) > 1
+        return [f"{self.name}.{index}" if is_tuple else self.name for index in range(len(self.outputs))]
 
 
 @nothing_collected()
@@ -130,7 +130,7 @@ def capture(
     moved = reads.check_moved(pair[sizes[1]].graph, lambda: at(sizes[1], rewrites).graph)
     with DisableTorchFunction():  # the user's function modes are meant for the step, which has been traced by now
         captured = _Builder(model, functionalized(traced), pair, size, rules or {}, precision).build(training)
-    captured.reads, captured.moved = reads.found, moved
+    captured.reads, captured.moved = reads.recorded, moved
     return captured
 
 
@@ -205,11 +205,11 @@ class _Builder:
         return result
 
     def _join(self, operation: _Operation) -> None:
-        rule = operation.found.rule
+        rule = operation.call_rule.rule
         if isinstance(rule, Unsplit):
             output_atoms = [[[Atom(int(size))] for size in value.shape] for value in operation.call.outputs]
         else:
-            bound = operation.bound = bind(rule, operation.found.contiguous)
+            bound = operation.bound = bind(rule, operation.call_rule.contiguous)
             for operand, node in zip(bound.inputs, operation.inputs, strict=True):
                 for operand_dim, node_dim in zip(dim_atoms(operand), self.atoms[node], strict=True):
                     unify(node_dim, operand_dim)
@@ -254,7 +254,7 @@ class _Builder:
             letters: dict[str, tuple[str, ...]] = {}
             if operation.bound is not None:
                 rule, members, letters = self.rendered(operation.bound, names)
-            custom, module, found = operation.custom, operation.module, operation.found
+            custom, module, call_rule = operation.custom, operation.module, operation.call_rule
             result.append(
                 ir.Operator(
                     name=operation.name,
@@ -266,9 +266,9 @@ class _Builder:
                     positions=operation.positions,
                     classes=members,
                     letters=letters,
-                    reason=found.rule.reason if isinstance(found.rule, Unsplit) else "",
-                    flops=found.flops,
-                    bytes=found.num_bytes,
+                    reason=call_rule.rule.reason if isinstance(call_rule.rule, Unsplit) else "",
+                    flops=call_rule.flops,
+                    bytes=call_rule.num_bytes,
                     module=module,
                     source=custom.get("source") or lines.get(custom.get("sequence", -1), ""),
                     backward=bool(custom.get("backward")),
@@ -339,7 +339,7 @@ class _Builder:
         tainted = {node for node, name in self.names.items() if name in state}
         result = set()
         for operation in operations:
-            if operation.found.random or any(node in tainted for node in operation.inputs):
+            if operation.call_rule.random or any(node in tainted for node in operation.inputs):
                 tainted.update(output for output in operation.outputs if output is not None)
             else:
                 result.add(operation.name)

@@ -71,17 +71,17 @@ def marked(model: nn.Module) -> dict[str, Opaque]:
     Raises:
         CaptureError: the model itself is marked.
     """
-    found: dict[str, Opaque] = {}
+    settings: dict[str, Opaque] = {}
     for path, module in model.named_modules():
         setting = vars(module).get(_MARK)
-        if setting is not None and not is_within(path, found):
-            found[path] = setting
-    if "" in found:
+        if setting is not None and not is_within(path, settings):
+            settings[path] = setting
+    if "" in settings:
         raise CaptureError(
             "the whole model is marked as opaque, and nothing is left to plan", where="mw.opaque",
             remedy="mark only the submodule that cannot be captured: mw.opaque(model.part)",
         )  # fmt: skip
-    return found
+    return settings
 
 
 def refusal(path: str, problem: str, *, remedy: str) -> CaptureError:
@@ -221,8 +221,8 @@ class OpaqueRegions:
         region = self.calls[call.region, call.number]
         leaves = _leaves(tensors, call.needs)
         with _numbers(call, tensors, key, salt):
-            found = region.run(leaves, lambda results: gradients(results, leaves, call, grads))
-        return _own_memory(found, (*tensors, *grads))
+            input_gradients = region.run(leaves, lambda results: gradients(results, leaves, call, grads))
+        return _own_memory(input_gradients, (*tensors, *grads))
 
 
 def gradients(results: list[Tensor], leaves: list[Tensor], call: OpaqueCall, grads: Sequence[Tensor]) -> list[Tensor]:
@@ -234,9 +234,9 @@ def gradients(results: list[Tensor], leaves: list[Tensor], call: OpaqueCall, gra
     if pairs:
         ends, given = zip(*pairs, strict=True)
         torch.autograd.backward(ends, given)
-    found = [leaf.grad for leaf in (leaves[index] for index in call.needs)]
+    leaf_gradients = [leaf.grad for leaf in (leaves[index] for index in call.needs)]
     zeros = (torch.zeros_like(leaves[index], memory_format=torch.contiguous_format) for index in call.needs)
-    return [zero if grad is None else grad for grad, zero in zip(found, zeros, strict=True)]
+    return [zero if grad is None else grad for grad, zero in zip(leaf_gradients, zeros, strict=True)]
 
 
 def _leaves(tensors: Sequence[Tensor], needs: Sequence[int]) -> list[Tensor]:

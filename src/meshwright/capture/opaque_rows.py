@@ -38,7 +38,7 @@ def misfit(
     equal up to rounding. A region that draws random numbers is compared in evaluation mode."""
     state = {**dict(region.module.named_parameters()), **dict(region.module.named_buffers())}
     tensors = [*inputs, *(state[name] for name in region.names)]
-    every = (*rows, *(0 for _ in region.names))
+    all_rows = (*rows, *(0 for _ in region.names))
     needs = tuple(
         index for index, value in enumerate(tensors)
         if value.is_floating_point() and (index < len(inputs) or value.requires_grad)
@@ -53,7 +53,7 @@ def misfit(
 
         leaves = [
             part(value, each).detach().clone().requires_grad_(index in needs)
-            for index, (value, each) in enumerate(zip(tensors, every, strict=True))
+            for index, (value, each) in enumerate(zip(tensors, all_rows, strict=True))
         ]
 
         def values_and_gradients(results: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -83,7 +83,7 @@ def misfit(
             if not _equal(torch.cat([a, b], dim), value):
                 return f"result {index} of {where} is not that of the whole batch"
         for index, value, a, b in zip(needs, whole_grads, grads, others, strict=True):
-            together = torch.cat([a, b], dim) if every[index] else a + b
+            together = torch.cat([a, b], dim) if all_rows[index] else a + b
             if not _equal(together, value):
                 name = region.names[index - len(inputs)] if index >= len(inputs) else f"argument {index}"
                 return f"the gradient of {name} of {where} is not that of the whole batch"
@@ -94,13 +94,13 @@ def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
-def _equal(found: Tensor, expected: Tensor) -> bool:
-    if found.shape != expected.shape:
+def _equal(actual: Tensor, expected: Tensor) -> bool:
+    if actual.shape != expected.shape:
         return False
     if not (expected.is_floating_point() or expected.is_complex()):
-        return bool(torch.equal(found, expected))
+        return bool(torch.equal(actual, expected))
     most = float(expected.abs().max().clamp(min=1)) if expected.numel() else 1.0
-    same = found == expected  # infinite values
-    close = (found - expected).abs() <= _TOLERANCE.get(expected.dtype, _COARSE) * most
-    both = found.isnan() & expected.isnan()
+    same = actual == expected  # infinite values
+    close = (actual - expected).abs() <= _TOLERANCE.get(expected.dtype, _COARSE) * most
+    both = actual.isnan() & expected.isnan()
     return bool((same | close | both).all())

@@ -69,7 +69,7 @@ class SampledCall:
         """
         first, second = self.sizes
         rows = self.result_rows or (0,) * len(self.results[0])
-        found = []
+        results = []
         for (small, dtype), (large, _), each in zip(*self.results, rows, strict=True):
             shape = []
             for a, b in zip(small, large, strict=True):
@@ -82,14 +82,14 @@ class SampledCall:
                         remedy="return tensors whose shapes follow from those of the arguments",
                     )
                 shape.append(a + more)
-            found.append(OpaqueResult(dtype, tuple(shape), each))
-        return tuple(found)
+            results.append(OpaqueResult(dtype, tuple(shape), each))
+        return tuple(results)
 
 
 def can_run(model: nn.Module, leaves: Leaves) -> bool:
     """Whether model and batch have values."""
-    every = (*model.parameters(), *model.buffers(), *leaves.tensors.values())
-    return not any(value.is_meta for value in every)
+    tensors_read = (*model.parameters(), *model.buffers(), *leaves.tensors.values())
+    return not any(value.is_meta for value in tensors_read)
 
 
 def sample(
@@ -142,7 +142,7 @@ class _Observer:
     def __init__(self, model: nn.Module, regions: OpaqueRegions) -> None:
         self._model, self._regions = model, regions
         self._paths = {id(model.get_submodule(path)): path for path in regions.settings}
-        self._found: dict[Key, _Observed] = {}
+        self._observations: dict[Key, _Observed] = {}
         self._counts: Counter[str] = Counter()
         self._precision: Precision | None = None
         self._inside = False
@@ -167,7 +167,7 @@ class _Observer:
                     remedy="check that loss_fn(model, batch) runs, or give mw.opaque(..., outputs=) and a batch on the "
                     "meta device",
                 ) from error
-        return self._found
+        return self._observations
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
@@ -218,7 +218,7 @@ class _Observer:
         moved = not same_states(states, generator_states(frozenset(map(torch.device, states.keys() - _HOST))))
         key = path, self._counts[path]
         self._counts[path] += 1
-        self._found[key] = _Observed(region, copies, results, given, moved)
+        self._observations[key] = _Observed(region, copies, results, given, moved)
         return output
 
 

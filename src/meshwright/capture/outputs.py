@@ -102,7 +102,7 @@ class _Form:
     attributes: Mapping[str, Any]
     alias: int | None
 
-    def made(self, tensors: Sequence[FakeTensor]) -> FakeTensor:
+    def new_tensor(self, tensors: Sequence[FakeTensor]) -> FakeTensor:
         """Make a tensor of this form: like ``FakeTensor(mode, value, device)``, but without the checks that take 4/5 of
         its time."""
         with DisableTorchDispatch():
@@ -174,7 +174,7 @@ def outputs_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     finally:
         call.given = None
     result, call.result = call.result, None
-    return result if result is not None else _tree(lambda form: form.made(tensors), forms)
+    return result if result is not None else _tree(lambda form: form.new_tensor(tensors), forms)
 
 
 @lru_cache(maxsize=MOST_KNOWN)
@@ -295,7 +295,7 @@ def _form(value: Any, tensors: list[FakeTensor]) -> _Form:
         tuple(value.shape), value.stride(), int(value.storage_offset()), value.dtype,
         _attributes() if attributes == _attributes() else attributes, aliases[0] if aliases else None,
     )  # fmt: skip
-    like = form.made(tensors)
+    like = form.new_tensor(tensors)
     if (
         dispatch_keys(like) != dispatch_keys(value)
         or like.untyped_storage().nbytes() != value.untyped_storage().nbytes()

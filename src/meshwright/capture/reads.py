@@ -55,7 +55,7 @@ class Reads:
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any]) -> None:
         self._moved: Moved = []
         self._loss_fn = loss_fn
-        self._found: dict[tuple[int, str], Read] = {}
+        self._reads: dict[tuple[int, str], Read] = {}
         self._labels = {id(part): f"module {path or '(model)'}" for path, part in model.named_modules()}
         self._alive: list[Any] = []  # keeps the object alive, so that no other object can take its id
         self._noted: set[tuple[int, str]] = set()
@@ -70,9 +70,9 @@ class Reads:
         self._first = True
 
     @property
-    def found(self) -> list[Read]:
+    def recorded(self) -> list[Read]:
         """All values that the step read before it wrote to them."""
-        return list(self._found.values())
+        return list(self._reads.values())
 
     def __enter__(self) -> None:
         for kind in list(self._classes):
@@ -93,7 +93,7 @@ class Reads:
             self._choose_in_namespaces()
         self._moved = [
             (read, value, contents_of(value))
-            for read in self._found.values()
+            for read in self._reads.values()
             if read.has_changed()
             for value in [read.now()]
         ]
@@ -101,7 +101,7 @@ class Reads:
             passed = _OF_MODULES if isinstance(owner, nn.Module) else _OF_OBJECTS
             for name in {*space, *before} - passed:
                 Read(space, name, MISSING).put(before.get(name, MISSING), [])
-        for read in self._found.values():
+        for read in self._reads.values():
             if read.has_changed():
                 read.put(read.value, read.contents)
             else:
@@ -189,9 +189,9 @@ class Reads:
         for key, where in self._namespaces.items():
             _, space, before = self._spaces[key]
             for name in before.keys() - self._names if not {"vars", "__dict__"} & self._names else ():
-                self._found.pop((key, name), None)
+                self._reads.pop((key, name), None)
             for name in self._names - before.keys():
-                self._found[key, name] = Read(
+                self._reads[key, name] = Read(
                     space, name, MISSING, f"{where}, attribute {name}", state=state_of(MISSING)
                 )
 
@@ -201,7 +201,7 @@ class Reads:
         for name in {"training", "_parameters", "_buffers", "_modules"} & vars(module).keys():
             value = vars(module)[name]
             state = state_of(value, self._own)
-            self._found[id(module), name] = Read(vars(module), name, value, f"{where}, {name}", self._own, state)
+            self._reads[id(module), name] = Read(vars(module), name, value, f"{where}, {name}", self._own, state)
 
     def _note(self, owner: Any, name: str, value: Any) -> None:
         """Record the first read of an attribute, unless the trace has written to the attribute before."""
@@ -230,9 +230,9 @@ class Reads:
             self._follow(value, where)
 
     def _add(self, key: tuple[int, str], owner: Any, name: str, value: Any, where: str) -> None:
-        if key not in self._found:
+        if key not in self._reads:
             state = state_of(value, self._own)
-            self._found[key] = Read(owner, name, value, where, self._own, state, contents_of(value))
+            self._reads[key] = Read(owner, name, value, where, self._own, state, contents_of(value))
         self._follow(value, where)
 
     # --- functions and objects that the step uses --------------------------------------------------------------------

@@ -55,13 +55,13 @@ class CallRecorder(TorchDispatchMode):
                 return result
         with DisableTorchFunction():  # the user's modes (torch.set_default_device) have already seen the call
             result = outputs_of(function, args, kwargs)
-        several = isinstance(result, (tuple, list))
-        if not several and not isinstance(result, Tensor):
+        is_tuple = isinstance(result, (tuple, list))
+        if not is_tuple and not isinstance(result, Tensor):
             return result  # a number that is known from a constant
         self.mutates |= function._schema.is_mutable
         node = self._call(function, tuple(args), kwargs)
         node.meta["val"], node.meta["custom"] = result, self._place()
-        if several:
+        if is_tuple:
             for index, item in enumerate(result):
                 if isinstance(item, Tensor):
                     part = self._call(operator.getitem, (node, index), {})

@@ -39,12 +39,12 @@ class Rules:
         try:
             key = (call.target, described((call.args, dict(call.kwargs), call.outputs), []))
         except UnlikeError:
-            return self._found(call)
+            return self._rule_of_call(call)
         if key not in self._known:
-            self._known[key] = self._found(call)
+            self._known[key] = self._rule_of_call(call)
         return self._known[key]
 
-    def _found(self, call: Call) -> RuleOfCall:
+    def _rule_of_call(self, call: Call) -> RuleOfCall:
         rule, operator = rule_of(call, self._own), operator_rule(call.target, self._own)
         touched = () if call.target in VIEWS else (*call.tensors, *call.outputs)
         return RuleOfCall(

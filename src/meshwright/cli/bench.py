@@ -273,10 +273,12 @@ def _deliver(result: Result, as_json: bool, output: Path | None) -> None:
         typer.echo(files.encode_json(result).decode(), nl=False)
         return
     terminal = display.console()
-    here, python = result.machine, result.versions
-    devices = f"{len(here.accelerators)} x {here.accelerators[0]}" if here.accelerators else f"{here.cores} cores"
+    machine, python = result.machine, result.versions
+    devices = (
+        f"{len(machine.accelerators)} x {machine.accelerators[0]}" if machine.accelerators else f"{machine.cores} cores"
+    )
     terminal.print(
-        f"{devices} ({here.cpu}), torch {python.get('torch')}, Python {python.get('python')}\n{result.timed}"
+        f"{devices} ({machine.cpu}), torch {python.get('torch')}, Python {python.get('python')}\n{result.timed}"
     )
     for finding in result.findings:
         if isinstance(finding, Scaling):

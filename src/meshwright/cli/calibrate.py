@@ -125,15 +125,15 @@ def _learn(paths: list[Path], cluster: str, software: str, output: Path | None, 
     display.console().print(f"\nwritten to {output}: use it with --cluster {output}, or --software {output}")
 
 
-def print_learned(found: "LearnedCluster") -> None:
+def print_learned(profile: "LearnedCluster") -> None:
     """Print the numbers of a profile: first the numbers that were learned from runs, then the unchanged numbers."""
-    terminal, learned = display.console(), found.learned
+    terminal, learned = display.console(), profile.learned
     table = display.table(("number", "before", "learned", "uncertain by", ""), left=("number", ""))
     for number in learned.numbers:
         deviation = f"{number.deviation_before:.0%} -> {number.deviation:.0%}"
         table.add_row(
             number.name, f"{number.before:.4g}", f"{number.value:.4g}", deviation,
-            "" if number.told else "the runs tell little",
+            "" if number.is_learned else "the runs tell little",
         )  # fmt: skip
     if learned.numbers:
         terminal.print(table)

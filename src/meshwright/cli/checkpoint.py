@@ -22,18 +22,20 @@ def ls(path: str = PLACE, as_json: bool = display.JSON) -> None:
     """List checkpoints, the latest first, with what is wrong with them. Only manifests and sizes are looked at."""
     from meshwright import api
 
-    found = api.list_checkpoints(path)
+    checkpoints = api.list_checkpoints(path)
     if as_json:
-        display.print_json(found)
+        display.print_json(checkpoints)
         return
     table = display.table(
         ("step", "size", "files", "model", "optimizer", "state", "path"), left=("model", "optimizer", "state", "path")
     )
-    for one in found:
-        size = f"{one.num_bytes / 2**20:,.1f} MiB" if one.num_bytes else ""
-        files = f"{one.files}" if one.files else ""
-        step = f"{one.step}" if one.step >= 0 else ""
-        table.add_row(step, size, files, one.model, one.optimizer, one.problem or "whole", one.path)
+    for checkpoint in checkpoints:
+        size = f"{checkpoint.num_bytes / 2**20:,.1f} MiB" if checkpoint.num_bytes else ""
+        files = f"{checkpoint.files}" if checkpoint.files else ""
+        step = f"{checkpoint.step}" if checkpoint.step >= 0 else ""
+        table.add_row(
+            step, size, files, checkpoint.model, checkpoint.optimizer, checkpoint.problem or "whole", checkpoint.path
+        )
     display.console().print(table)
 
 
@@ -46,16 +48,16 @@ def verify(path: str = PLACE, as_json: bool = display.JSON) -> int:
 
     rows = []
     with display.progress() as bars:
-        every = api.list_checkpoints(path)
-        bars.begin("reading", total=len(every))
-        for one in every:
-            problem = one.problem
+        checkpoints = api.list_checkpoints(path)
+        bars.begin("reading", total=len(checkpoints))
+        for checkpoint in checkpoints:
+            problem = checkpoint.problem
             if not problem:
                 try:
-                    api.verify_checkpoint(one.path)
+                    api.verify_checkpoint(checkpoint.path)
                 except CheckpointError as error:
                     problem = f"{error.where}: {error.problem}"
-            rows.append((one.path, problem))
+            rows.append((checkpoint.path, problem))
             bars.advance()
     if as_json:
         display.print_json([{"path": path, "problem": problem} for path, problem in rows])

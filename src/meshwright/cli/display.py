@@ -38,8 +38,8 @@ def examples(*calls: str, note: str = "") -> str:
 
 def command(*words: str, options: Mapping[str, object], arguments: Iterable[str] = ()) -> str:
     """The command line that repeats a call. Words and options that are 0 or empty are left out."""
-    given = [(f"--{name.replace('_', '-')}", str(value)) for name, value in options.items() if value]
-    return shlex.join(["meshwright", *filter(None, words), *chain.from_iterable(given), *arguments])
+    words_of_options = [(f"--{name.replace('_', '-')}", str(value)) for name, value in options.items() if value]
+    return shlex.join(["meshwright", *filter(None, words), *chain.from_iterable(words_of_options), *arguments])
 
 
 def console() -> Console:
@@ -161,9 +161,9 @@ class Interrupt:
     """Turns Ctrl-C into a question: after the first press, ``asked()`` is true. A second press raises
     KeyboardInterrupt, and so does a press before the first call of ``asked``."""
 
-    def __init__(self, told: Callable[[str], None]) -> None:
+    def __init__(self, notify: Callable[[str], None]) -> None:
         self.pressed = self._listening = False
-        self._told = told
+        self._notify = notify
 
     def asked(self) -> bool:
         """Whether Ctrl-C was pressed."""
@@ -181,7 +181,7 @@ class Interrupt:
         if self.pressed or not self._listening:
             raise KeyboardInterrupt
         self.pressed = True
-        self._told("stopping: the best so far is planned (Ctrl-C again: at once)")
+        self._notify("stopping: the best so far is planned (Ctrl-C again: at once)")
 
 
 @contextmanager

@@ -62,8 +62,8 @@ def _print(report: "DryRun") -> None:
         terminal.print("not all ranks were run: their messages and collectives were not compared")
     for finding in report.findings:
         at = ", ".join(filter(None, (finding.where, finding.moment, f"rank {' '.join(map(str, finding.ranks))}")))
-        many = f" ({finding.times} times)" if finding.times > 1 else ""
-        terminal.print(f"{finding.kind}: {finding.what}{many}\n  at {at}")
+        times = f" ({finding.times} times)" if finding.times > 1 else ""
+        terminal.print(f"{finding.kind}: {finding.what}{times}\n  at {at}")
     for region in report.unchecked:
         terminal.print(f"not checked: what is inside of opaque region {region}")
     if report.clean:

@@ -29,22 +29,22 @@ def explain(
     """Explain a hang: which rank is missing, in which operation, what each other rank waits for, and where they are."""
     from meshwright import api
 
-    found = api.explain_run(directory)
+    explanation = api.explain_run(directory)
     if as_json:
-        display.print_json(found)
+        display.print_json(explanation)
         return
     terminal = display.console()
-    if found.hang is not None:
-        lines = list(found.hang.lines)
+    if explanation.hang is not None:
+        lines = list(explanation.hang.lines)
     else:
         lines = [
             "no rank waits for long",
-            *(f"  rank {rank}: {each.doing}" for rank, each in sorted(found.ranks.items())),
+            *(f"  rank {rank}: {each.doing}" for rank, each in sorted(explanation.ranks.items())),
         ]
-    living = any(each.condition != "ended" for each in found.ranks.values())
-    if found.reported and not living:
-        lines += ["", "while it ran, this was reported:", *found.reported.splitlines()]
-    for rank, each in sorted(found.ranks.items()) if events else ():
+    living = any(each.condition != "ended" for each in explanation.ranks.values())
+    if explanation.reported and not living:
+        lines += ["", "while it ran, this was reported:", *explanation.reported.splitlines()]
+    for rank, each in sorted(explanation.ranks.items()) if events else ():
         lines += ["", f"rank {rank}:", *_events(each.flight, events)]
     for line in lines:
         terminal.print(line)

@@ -46,7 +46,7 @@ def jobs(
     from meshwright.jobs.run import CarrierName
     from meshwright.report.jobs_page import render_jobs
 
-    carrier = next((one for one in get_args(CarrierName) if one == on), None)
+    carrier = next((carrier_name for carrier_name in get_args(CarrierName) if carrier_name == on), None)
     if carrier is None:
         remedy = f"write {' or '.join(get_args(CarrierName))}"
         raise FileFormatError(f"{on!r} runs no jobs", where="--on", remedy=remedy)
@@ -64,10 +64,10 @@ def jobs(
     else:
         with display.progress() as bars:
 
-            def planned(found: "JobRecord") -> None:
+            def planned(forecast: "JobRecord") -> None:
                 if not as_json:
-                    terminal.print(_text(found))
-                bars.begin("starting", len(found.rows))
+                    terminal.print(_text(forecast))
+                bars.begin("starting", len(forecast.rows))
 
             running: dict[str, None] = {}
 

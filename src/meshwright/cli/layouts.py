@@ -11,7 +11,7 @@ from meshwright.errors import LayoutError
 from meshwright.ir.layout import RECOMPUTE, Recompute
 
 if TYPE_CHECKING:
-    from meshwright.prediction import Option, SearchResult
+    from meshwright.prediction import SearchResult, SetupOption
 
 SHOWN = 15
 """The largest number of rows of a Pareto front that are printed."""
@@ -167,7 +167,7 @@ def _print_varied(vary: str, scaling: str, rows: list[tuple[dict[str, Any], "Sea
             terminal.print(f"every {each} of {len(joint)}: --json has all")
 
 
-def _table(options: "list[tuple[Option, str]]", key: str = "") -> Table:
+def _table(options: "list[tuple[SetupOption, str]]", key: str = "") -> Table:
     """A table with a row for each option. With ``key``, it also has a column ``key`` with the second items of the
     pairs."""
     priced = any(option.usd is not None for option, _ in options)
@@ -190,7 +190,7 @@ def _table(options: "list[tuple[Option, str]]", key: str = "") -> Table:
     return table
 
 
-def _dollars(option: "Option") -> str:
+def _dollars(option: "SetupOption") -> str:
     """The price of 1,000 sequences as text; empty if it is unknown."""
     return "" if option.sequence_usd is None else f"$ {1000 * option.sequence_usd:,.3g}"
 

@@ -59,10 +59,10 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
                 f"unexpected argument {word!r}", where="command line", remedy="write keys as --section.key value"
             )
         name, has_value, value = word[2:].partition("=")
-        given = value if has_value else next(words, None)
-        if given is None:
+        text = value if has_value else next(words, None)
+        if text is None:
             raise FileFormatError("has no value", where=word, remedy=f"write {word} VALUE")
-        yield name, given
+        yield name, text
 
 
 def _override(raw: dict[str, Any], option: str, text: str) -> None:

@@ -61,15 +61,15 @@ def faults_of(slow: Sequence[str], jitter: float, seed: int) -> ReplicaFaults:
     sometimes: list[tuple[float, float]] = []
     in_turn: list[float] = []
     for text in slow:
-        which, _, value = text.partition(":")
+        replica_text, _, value = text.partition(":")
         try:
-            if which.endswith("x"):
+            if replica_text.endswith("x"):
                 if value == "turns":
-                    in_turn.append(float(which[:-1]))
+                    in_turn.append(float(replica_text[:-1]))
                 else:
-                    sometimes.append((float(which[:-1]), float(value)))
+                    sometimes.append((float(replica_text[:-1]), float(value)))
             else:
-                steady[int(which)] = float(value)
+                steady[int(replica_text)] = float(value)
         except ValueError:
             raise FileFormatError(f"{text!r} cannot be read as a slow replica", where="--slow", remedy=SLOW_REMEDY) \
                 from None  # fmt: skip
@@ -77,16 +77,16 @@ def faults_of(slow: Sequence[str], jitter: float, seed: int) -> ReplicaFaults:
     return ReplicaFaults(each=each, sometimes=tuple(sometimes), in_turn=tuple(in_turn))
 
 
-def _print(found: "RuleComparison") -> None:
+def _print(comparison: "RuleComparison") -> None:
     terminal = display.console()
-    alone, size = f"{found.alone_s * 1e3:.4g} ms", _size(found.num_bytes)
+    alone, size = f"{comparison.alone_s * 1e3:.4g} ms", _size(comparison.num_bytes)
     terminal.print(
-        f"{found.num_replicas} replicas of {found.layout or 'one rank'}: the step of one takes {alone} alone; each has "
-        f"{size} of parameters to exchange, and all {found.batch_size} samples a step"
+        f"{comparison.num_replicas} replicas of {comparison.layout or 'one rank'}: the step of one takes {alone} "
+        f"alone; each has {size} of parameters to exchange, and all {comparison.batch_size} samples a step"
     )
     titles = ("rule", "a step", "a sample", "faster", "waiting", "staleness", "most", "sent", "by a server")
     table = display.table(titles, left=("rule",))
-    for row in found.rows:
+    for row in comparison.rows:
         table.add_row(*_cells(row))
     terminal.print(table)
     terminal.print("A step: as many steps as there are replicas. Sent: by a replica in a step. Of the loss, it says "

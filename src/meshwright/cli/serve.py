@@ -13,8 +13,8 @@ from meshwright.report.serve_page import ServeFigure, render_serve
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from meshwright.serving.explain import Planned
-    from meshwright.serving.simulate import Played
+    from meshwright.serving.explain import PlannedWorkflow
+    from meshwright.serving.simulate import PlayedItems
     from meshwright.serving.workflow import Workflow
 
 group = typer.Typer(name="serve", help="Plan, simulate and run workflows of models on tiers of workers.")
@@ -109,7 +109,7 @@ def run(
     from meshwright.serving import simulate as room
 
     workflow, planned = _planned(target, accuracy, arrivals, seed)
-    job = station.Job(
+    job = station.StationJob(
         workflow=workflow, plan=planned.plan, items=items, arrivals=_arrivals(arrivals), seed=seed, emulate=emulate
     )
     with display.progress(f"running {items} items on {len(job.stations)} stations"):
@@ -169,9 +169,11 @@ def profile(
     table = display.table(
         ("operator", "variant", "measured", "variation", "predicted", "result"), left=("operator", "variant")
     )
-    for one in profiles:
-        measured = (units.seconds(one.measured_s), f"{one.variation:.0%}") if one.measured_s else ("", "")
-        table.add_row(one.operator, one.variant, *measured, units.seconds(one.predicted_s), f"{one.message_bytes:,} B")
+    for entry in profiles:
+        measured = (units.seconds(entry.measured_s), f"{entry.variation:.0%}") if entry.measured_s else ("", "")
+        table.add_row(
+            entry.operator, entry.variant, *measured, units.seconds(entry.predicted_s), f"{entry.message_bytes:,} B"
+        )
     display.console().print(table)
     display.console().print(f"\n-> {path}")
 
@@ -185,7 +187,7 @@ def _arrivals(text: str) -> Literal["even", "poisson"]:
     return cast(Literal["even", "poisson"], text)
 
 
-def _planned(target: str, accuracy: float | None, arrivals: str, seed: int) -> "tuple[Workflow, Planned]":
+def _planned(target: str, accuracy: float | None, arrivals: str, seed: int) -> "tuple[Workflow, PlannedWorkflow]":
     import msgspec
 
     from meshwright.serving import explain, reading
@@ -201,13 +203,13 @@ def _planned(target: str, accuracy: float | None, arrivals: str, seed: int) -> "
 def _command(name: str, target: str, accuracy: float | None, arrivals: str, seed: int, **options: object) -> str:
     flags = [f"--{key}" for key, value in options.items() if value is True]
     others = {key: value for key, value in options.items() if not isinstance(value, bool)}
-    given = {"accuracy": accuracy, "arrivals": "" if arrivals == "even" else arrivals, "seed": seed, **others}
-    return display.command("serve", name, target, options=given, arguments=flags)
+    options_set = {"accuracy": accuracy, "arrivals": "" if arrivals == "even" else arrivals, "seed": seed, **others}
+    return display.command("serve", name, target, options=options_set, arguments=flags)
 
 
 def _write_page(
-    path: Path, workflow: "Workflow", planned: "Planned", predicted: "Played", measured: "Played | None", command: str,
-    notes: "Sequence[str]" = (),
+    path: Path, workflow: "Workflow", planned: "PlannedWorkflow", predicted: "PlayedItems",
+    measured: "PlayedItems | None", command: str, notes: "Sequence[str]" = (),
 ) -> None:  # fmt: skip
     from meshwright.serving import explain
 
@@ -215,7 +217,7 @@ def _write_page(
     display.write(path, render_serve(page).encode())
 
 
-def _print_plan(workflow: "Workflow", planned: "Planned") -> None:
+def _print_plan(workflow: "Workflow", planned: "PlannedWorkflow") -> None:
     from meshwright.serving import explain
 
     terminal, chosen = display.console(), planned.plan
@@ -230,9 +232,9 @@ def _print_plan(workflow: "Workflow", planned: "Planned") -> None:
         ("operator", "variant", "workers", "busiest", "workers $/h", "links $/h"),
         left=("operator", "variant", "workers"),
     )
-    for one in planned.operators:
-        usd = (f"{one.workers_usd_per_hour:.4g}", f"{one.links_usd_per_hour:.4g}")
-        table.add_row(one.operator, one.variant, one.workers, f"{one.utilisation:.1%}", *usd)
+    for operator in planned.operators:
+        usd = (f"{operator.workers_usd_per_hour:.4g}", f"{operator.links_usd_per_hour:.4g}")
+        table.add_row(operator.operator, operator.variant, operator.workers, f"{operator.utilisation:.1%}", *usd)
     terminal.print(table)
     terminal.print(f"next cheaper:       {planned.cheaper or 'none: no choice of models is cheaper'}")
     terminal.print(f"next more accurate: {planned.more_accurate or 'none: the workers do nothing more accurate'}")
@@ -248,12 +250,12 @@ def _print_figures(figures: "Sequence[ServeFigure]") -> None:
     display.console().print(table)
 
 
-def _print_workers(planned: "Planned", predicted: "Played", measured: "Played | None") -> None:
+def _print_workers(planned: "PlannedWorkflow", predicted: "PlayedItems", measured: "PlayedItems | None") -> None:
     titles = ("worker", "operator", "items/s", "planned", "simulated", *(("measured",) if measured else ()))
     table = display.table(titles, left=("worker", "operator"))
     for choice in planned.plan.choices:
         for load in choice.workers:
             shares = [load.utilisation, predicted.utilisation[load.worker]]
             shares += [measured.utilisation[load.worker]] if measured else []
-            table.add_row(load.worker, choice.operator, f"{load.rate_per_s:.4g}", *(f"{one:.1%}" for one in shares))
+            table.add_row(load.worker, choice.operator, f"{load.rate_per_s:.4g}", *(f"{share:.1%}" for share in shares))
     display.console().print(table)

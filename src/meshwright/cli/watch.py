@@ -47,16 +47,16 @@ def watch(
     token = token or os.environ.get(TOKEN, "")
     look = _looker(run, token)
     if serve:
-        _serve(serve, run, token or secrets.token_hex(16), look, told=not token)
+        _serve(serve, run, token or secrets.token_hex(16), look, shows_token=not token)
         return 0
-    found = look()
+    health = look()
     if as_json:
-        display.print_json(found)
+        display.print_json(health)
     elif once or not display.console().is_terminal:
-        display.console().print(rendered(found))
+        display.console().print(rendered(health))
     else:
-        found = _followed(look, found, every)
-    return 1 if found.state == "failed" else 0
+        health = _followed(look, health, every)
+    return 1 if health.state == "failed" else 0
 
 
 def _looker(run: str, token: str) -> Callable[[], RunHealth]:
@@ -67,7 +67,7 @@ def _looker(run: str, token: str) -> Callable[[], RunHealth]:
     return lambda: read_health(Path(run))
 
 
-def _serve(address: str, run: str, token: str, look: Callable[[], RunHealth], *, told: bool) -> None:
+def _serve(address: str, run: str, token: str, look: Callable[[], RunHealth], *, shows_token: bool) -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         remedy = "write 127.0.0.1:9464, or another address of this machine"
@@ -76,7 +76,7 @@ def _serve(address: str, run: str, token: str, look: Callable[[], RunHealth], *,
     server = HealthServer(host.strip("[]"), int(port), token, look)
     terminal = display.console()
     terminal.print(f"{run} is told at http://{server.address}/health and /metrics, until Ctrl-C")
-    if told:
+    if shows_token:
         terminal.print(f"its token, for {TOKEN} where you watch: {token}")
     if host not in ("127.0.0.1", "localhost", "[::1]"):
         terminal.print("warning: others on the network can read what is sent; ssh -L needs only 127.0.0.1")
@@ -86,39 +86,39 @@ def _serve(address: str, run: str, token: str, look: Callable[[], RunHealth], *,
         server.close()
 
 
-def _followed(look: Callable[[], RunHealth], found: RunHealth, every: float) -> RunHealth:
+def _followed(look: Callable[[], RunHealth], health: RunHealth, every: float) -> RunHealth:
     """Show the run until it ends."""
-    with Live(rendered(found), console=display.console(), auto_refresh=False) as live:
-        while found.state in ("starting", "running"):
+    with Live(rendered(health), console=display.console(), auto_refresh=False) as live:
+        while health.state in ("starting", "running"):
             time.sleep(every)
-            found = look()
-            live.update(rendered(found), refresh=True)
-    return found
+            health = look()
+            live.update(rendered(health), refresh=True)
+    return health
 
 
-def rendered(found: RunHealth) -> RenderableType:
+def rendered(health: RunHealth) -> RenderableType:
     """The state of a run for a terminal."""
-    head = f"{found.name}: {found.state}"
-    if found.steps:
-        head += f", step {found.step:,} of {found.steps:,}"
-    if found.left_s is not None:
-        head += f", {_time(found.left_s)} left"
-    parts: list[RenderableType] = [Text(f"{head}{f'  ({found.where})' if found.where else ''}")]
-    if found.steps and display.console().is_terminal:
-        parts.append(ProgressBar(total=found.steps, completed=min(found.step, found.steps), width=60))
-    parts += [Text(line) for line in _metric_lines(found)]
-    if found.ranks:
-        parts.append(_rank_table(found.ranks))
+    head = f"{health.name}: {health.state}"
+    if health.steps:
+        head += f", step {health.step:,} of {health.steps:,}"
+    if health.left_s is not None:
+        head += f", {_time(health.left_s)} left"
+    parts: list[RenderableType] = [Text(f"{head}{f'  ({health.where})' if health.where else ''}")]
+    if health.steps and display.console().is_terminal:
+        parts.append(ProgressBar(total=health.steps, completed=min(health.step, health.steps), width=60))
+    parts += [Text(line) for line in _metric_lines(health)]
+    if health.ranks:
+        parts.append(_rank_table(health.ranks))
     return Group(*parts)
 
 
-def _metric_lines(found: RunHealth) -> list[str]:
-    names = [*(name for name in SHOWN if name in found.metrics), *(n for n in found.metrics if n not in SHOWN)]
-    lines = ["  ".join(f"{name} {found.metrics[name]:.4g}" for name in names)] if names else []
-    if found.held_out:
-        lines.append("held out: " + "  ".join(f"{name} {value:.4g}" for name, value in found.held_out.items()))
-    if len(found.losses) > 1:
-        lines.append(f"loss {_curve(found.losses)} of the last {len(found.losses)} steps")
+def _metric_lines(health: RunHealth) -> list[str]:
+    names = [*(name for name in SHOWN if name in health.metrics), *(n for n in health.metrics if n not in SHOWN)]
+    lines = ["  ".join(f"{name} {health.metrics[name]:.4g}" for name in names)] if names else []
+    if health.held_out:
+        lines.append("held out: " + "  ".join(f"{name} {value:.4g}" for name, value in health.held_out.items()))
+    if len(health.losses) > 1:
+        lines.append(f"loss {_curve(health.losses)} of the last {len(health.losses)} steps")
     return lines
 
 

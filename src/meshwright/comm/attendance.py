@@ -122,8 +122,8 @@ class Attendance:
         if isinstance(error, LostRankError) and error.where.startswith("rank "):
             note = Trouble(error.where, f"rank {self._rank} has given up because of it")
         elif error is not None:
-            said = f"{type(error).__name__}: {error}".splitlines()[0]
-            note = Trouble(f"rank {self._rank}", f"it has failed with {said}")
+            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            note = Trouble(f"rank {self._rank}", f"it has failed with {text}")
         self._leave(self._rank, note)
         if self.recorder is not None:
             self.recorder.leave(

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.library import Library, fallthrough_kernel
 
 from meshwright.comm import halo, symmetric_memory
-from meshwright.comm.coding import Coding
+from meshwright.comm.coding import CollectiveCoding
 from meshwright.comm.collectives import Collectives
 from meshwright.comm.groups import carrier, collectives, process_group
 from meshwright.comm.member import GroupState, MeasuredCoding, member, naming, waiting
@@ -42,7 +42,7 @@ class _Ranks(NamedTuple):
 
     name: str
     group: dist.ProcessGroup
-    mine: GroupState
+    state: GroupState
     begun: float
 
     def carrier(
@@ -50,9 +50,9 @@ class _Ranks(NamedTuple):
     ) -> tuple[Collectives | Native | Mpi, tuple[str, str]]:
         """Find the algorithm that a plan's ``text`` chooses for a vector of ``num_bytes``. Returns the object that runs
         the algorithm, and a pair: the algorithm's name, and the description of the collective in errors."""
-        name, ours = self.mine.algorithm(text, operation, num_bytes), self.mine.collectives
+        name, ours = self.state.algorithm(text, operation, num_bytes), self.state.collectives
         by = carrier(self.group, name) if ours is None or name in (NATIVE, MPI) else ours
-        return by, (name, self.mine.told(label, place()))
+        return by, (name, self.state.description(label, place()))
 
     def coded_carrier(
         self, text: str, operation: str, num_bytes: int, label: str
@@ -61,19 +61,19 @@ class _Ranks(NamedTuple):
         carries coded elements, and a pair as ``carrier``."""
         if text in ALGORITHMS.get(operation, ()) or hierarchy.read(text) is not None:
             ours = collectives(self.group)
-            return ours, ours, (text, self.mine.told(label, place()))
+            return ours, ours, (text, self.state.description(label, place()))
         by, how = self.carrier(text, operation, num_bytes, label)
         return by, collectives(self.group), how
 
     def coded(self, label: str) -> MeasuredCoding:
         """The measurements of the coded collective with this label."""
-        return self.mine.coded.setdefault(label, MeasuredCoding())
+        return self.state.coded.setdefault(label, MeasuredCoding())
 
     def in_flight(self, value: Tensor, work: Work | None, what: str, label: str = "", num_bytes: int = -1) -> Tensor:
         """Attach ``work`` to ``value``, so that ``wait`` finds it. ``num_bytes`` is the size of the collective's whole
         vector, if it differs from the size of ``value``."""
         num_bytes = value.nbytes if num_bytes < 0 else num_bytes
-        return attach(value, work, what, label, num_bytes, self.group, self.mine, self.begun)
+        return attach(value, work, what, label, num_bytes, self.group, self.state, self.begun)
 
 
 def _ranks(name: str) -> _Ranks:
@@ -99,7 +99,7 @@ def all_reduce_start(
         value = value.contiguous()
     ranks = _ranks(group)
     if codec:
-        coding = Coding(
+        coding = CollectiveCoding(
             codec, before, state, _draw(draw, label), shapes_of(shapes), ranks.group.size(), ranks.coded(label)
         )
         by, ours, how = ranks.coded_carrier(algorithm, "all_reduce", value.nbytes, label)
@@ -133,11 +133,11 @@ def all_to_all_start(value: Tensor, group: str, algorithm: str, label: str = "")
     ranks = _ranks(group)
     value = value.contiguous()
     result = torch.empty_like(value)
-    name = ranks.mine.algorithm(algorithm, "all_to_all", value.nbytes)
+    name = ranks.state.algorithm(algorithm, "all_to_all", value.nbytes)
     work: Work | None
     if name != NATIVE:
         counts = [[value.numel() // len(value)] * len(value)] * len(value)
-        description = ranks.mine.told(label, place())
+        description = ranks.state.description(label, place())
         work = collectives(ranks.group).all_to_all(value.view(-1), result.view(-1), counts, name, description)
     else:
         work = dist.all_to_all_single(result, value, group=ranks.group, async_op=True)
@@ -170,7 +170,7 @@ def gather_parts_start(
             for where, row in zip(places, rows.split(counts, 1), strict=True):
                 where.copy_(row)
 
-        coding = Coding(codec, None, None, _draw(draw, label), (), size, ranks.coded(label))
+        coding = CollectiveCoding(codec, None, None, _draw(draw, label), (), size, ranks.coded(label))
         work = coding.all_gather(joined, rows, ours, *how)
         return ranks.in_flight(result, UnderWay(spread_all, joined, works=(work,)), "all_gather", label)
     by, how = ranks.carrier(algorithm, "all_gather", result.nbytes, label)
@@ -212,7 +212,7 @@ def reduce_to_parts_start(
     if codec:
         _, ours, how = ranks.coded_carrier(algorithm, "reduce_scatter", num_bytes, label)
         flat_shapes = [(row.numel(),) for row in rows]
-        coding = Coding(codec, before, state, _draw(draw, label), flat_shapes, size, ranks.coded(label))
+        coding = CollectiveCoding(codec, before, state, _draw(draw, label), flat_shapes, size, ranks.coded(label))
         work = coding.reduce_scatter(torch.cat(rows, 1), result, ours, *how)
         return ranks.in_flight(result, work, "reduce_scatter", label, num_bytes)
     by, how = ranks.carrier(algorithm, "reduce_scatter", num_bytes, label)
@@ -249,7 +249,7 @@ def _together(counts: Sequence[int], itemsize: int, algorithm: str) -> tuple[lis
 def _empty(like: Tensor, count: int, ranks: _Ranks, again: bool) -> Tensor:
     """Make memory for a result. On a CPU, a result that recurs (``again``) gets a reused block of the group."""
     ours = again and like.device.type == "cpu"
-    return ranks.mine.blocks.empty(count, like.dtype) if ours else like.new_empty(count)
+    return ranks.state.blocks.empty(count, like.dtype) if ours else like.new_empty(count)
 
 
 def _in_rows(value: Tensor, size: int) -> Tensor:
@@ -280,10 +280,10 @@ def shift(value: Tensor, group: str, size: int, algorithm: str = NATIVE, label: 
     ranks = _ranks(group)
     value = value.contiguous()
     result, me = torch.empty_like(value), ranks.group.rank()
-    if ranks.mine.algorithm(algorithm, "all_to_all", value.nbytes) != NATIVE:
+    if ranks.state.algorithm(algorithm, "all_to_all", value.nbytes) != NATIVE:
         sent, received = [0] * size, [0] * size
         sent[(me + 1) % size] = received[(me - 1) % size] = value.numel()
-        description = ranks.mine.told(label, place())
+        description = ranks.state.description(label, place())
         work = collectives(ranks.group).exchange_parts(value.view(-1), result.view(-1), sent, received, description)
         return ranks.in_flight(result, UnderWay(None, value, works=(work,)), "shift", label)
     both = [

@@ -10,7 +10,7 @@ LEAST_BYTES = 2**20
 """The size in bytes of the smallest tensor that gets a block; torch's allocator serves smaller tensors."""
 
 
-class Blocks:
+class BlockPool:
     """Lends blocks of memory to tensors. A block is free again when its tensor and all views of the tensor are gone.
 
     Gathered parameters are the largest temporary tensors of a step, and two buckets of them exist at a time. In the

@@ -63,7 +63,7 @@ def on_rank_0(own_trace: Trace, device: torch.device) -> Trace:
         return own_trace
     world = dist.group.WORLD
     assert world is not None
-    every = gather_on_first(own_trace, world)
-    if every is None:
+    traces = gather_on_first(own_trace, world)
+    if traces is None:
         return own_trace
-    return merge([trace.shifted(-offset.seconds) for trace, offset in zip(every, offsets, strict=True)])
+    return merge([trace.shifted(-offset.seconds) for trace, offset in zip(traces, offsets, strict=True)])

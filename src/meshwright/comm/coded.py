@@ -8,9 +8,9 @@ import torch
 
 from meshwright.comm.coded_chunks import ChunksKind
 from meshwright.comm.coded_elements import Elements, sent_again
-from meshwright.comm.coded_rounds import Holder, RoundsKind
-from meshwright.comm.coded_streams import Streams
-from meshwright.comm.exchange import Exchange
+from meshwright.comm.coded_rounds import AtomHolder, RoundsKind
+from meshwright.comm.coded_streams import AtomStreams
+from meshwright.comm.exchange import CodedExchange
 from meshwright.comm.transport.base import Lane
 from meshwright.compress.coder import coder_of
 from meshwright.errors import PlanError
@@ -68,7 +68,9 @@ def kind_of(
         whole = has_chosen or read(algorithm) is None
         elements = dense_codec(codec)
         coder = coder_of(elements, dtype) if elements is not None and algorithm == DENSE_GATHER else None
-        hold: Callable[[Exchange], Holder] = partial(Streams, rank, steps, codec, coder, sent_again(rank, steps), whole)
+        hold: Callable[[CodedExchange], AtomHolder] = partial(
+            AtomStreams, rank, steps, codec, coder, sent_again(rank, steps), whole
+        )
         return RoundsKind(rank, steps, codec, hold, dtype, lanes, text)
     coder = coder_of(codec, dtype)
     if codec.is_fixed:

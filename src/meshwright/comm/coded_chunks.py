@@ -16,7 +16,7 @@ from torch import Tensor
 from meshwright.comm.collective_kind import AHEAD, SLOTS, Named
 from meshwright.comm.collective_run import Wait
 from meshwright.comm.compiled import ADD, DECODE, DECODE_ADD, ENCODE, EXPECT, FORWARD, KEEP, PUT, compiled_coded
-from meshwright.comm.exchange import CodedRun, Exchange
+from meshwright.comm.exchange import CodedExchange, CodedRun
 from meshwright.comm.transport.base import MESSAGE_BYTES, Lane
 from meshwright.compress.coder import Coder, draw_of
 from meshwright.schedules.collectives.coded import CodedSteps
@@ -69,7 +69,7 @@ class ChunksKind(Named):
             self.message = torch.empty(coder.num_bytes(longest) if longest else 0, dtype=torch.uint8)
             self.decoded = torch.empty(longest, dtype=dtype)
 
-    def run(self, exchange: Exchange, number: int, label: str, wait: Wait) -> "ChunksRun":
+    def run(self, exchange: CodedExchange, number: int, label: str, wait: Wait) -> "ChunksRun":
         """Start a collective of this kind. ``wait`` finishes it, after all collectives that were started earlier."""
         return ChunksRun(self, exchange, number, label, wait)
 
@@ -80,7 +80,7 @@ class ChunksRun(CodedRun):
     __slots__ = ("_early", "_stored", "_unsent")
     kind: "ChunksKind"
 
-    def __init__(self, kind: "ChunksKind", exchange: Exchange, number: int, label: str, wait: Wait) -> None:
+    def __init__(self, kind: "ChunksKind", exchange: CodedExchange, number: int, label: str, wait: Wait) -> None:
         super().__init__(kind, exchange, number, label, wait)
         self._early = 0
         self._unsent: Tensor | None = None
@@ -122,12 +122,12 @@ class ChunksRun(CodedRun):
         self._end()
         self._stored = None
 
-    def _prepare(self, exchange: Exchange) -> None:
+    def _prepare(self, exchange: CodedExchange) -> None:
         exchange.begin()
         if self.kind.stored_bytes:
             self._stored = torch.empty(self.kind.stored_bytes, dtype=torch.uint8)
 
-    def _do(self, step: CodedStep, exchange: Exchange) -> None:
+    def _do(self, step: CodedStep, exchange: CodedExchange) -> None:
         what, lane, begin, end, _, stored, _ = step
         if what in (ENCODE, FORWARD, PUT):
             message = self._coded(step, exchange)
@@ -151,11 +151,11 @@ class ChunksRun(CodedRun):
                     self._stored[stored].copy_(message)
             lane.release()
 
-    def _expect(self, step: CodedStep, exchange: Exchange) -> None:
+    def _expect(self, step: CodedStep, exchange: CodedExchange) -> None:
         """Announce a message to its lane. The lane only needs the largest size and dtype, to reserve room."""
         step.lane.expect(step.end - step.begin, exchange.memory)
 
-    def _coded(self, step: CodedStep, exchange: Exchange) -> Tensor:
+    def _coded(self, step: CodedStep, exchange: CodedExchange) -> Tensor:
         """The message of a step that sends. Encoding adds the error to the residual."""
         what, _, begin, end, code, stored, in_use = step
         elements = exchange.memory[begin:end]

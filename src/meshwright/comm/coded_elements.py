@@ -5,26 +5,28 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from meshwright.comm.exchange import Exchange
+from meshwright.comm.exchange import CodedExchange
 from meshwright.compress.coder import Coder, draw_of
-from meshwright.schedules.collectives.coded import CodedSteps, Part, chunks
+from meshwright.schedules.collectives.coded import AtomPart, CodedSteps, chunks
 
 
 class Elements:
     """Elements in memory, coded in chunks whose size is not known in advance. ``again``: the encodings whose bytes this
     rank sends again later."""
 
-    def __init__(self, rank: int, coded: CodedSteps, coder: Coder, again: frozenset[int], exchange: Exchange) -> None:
+    def __init__(
+        self, rank: int, coded: CodedSteps, coder: Coder, again: frozenset[int], exchange: CodedExchange
+    ) -> None:
         self._rank, self._coded, self._coder, self._exchange, self._again = rank, coded, coder, exchange, again
         self._loses = coder.codec.is_lossy
         self._kept: dict[int, Sequence[Tensor]] = {}
         exchange.begin()
 
-    def num_pieces(self, part: Part, adds: bool) -> int:
+    def num_pieces(self, part: AtomPart, adds: bool) -> int:
         """The number of chunks."""
         return len(self._chunks(part))
 
-    def encode(self, part: Part, adds: bool) -> Sequence[Tensor]:
+    def encode(self, part: AtomPart, adds: bool) -> Sequence[Tensor]:
         """Encode each chunk, or return the bytes that were received."""
         assert part.code is not None
         if part.code in self._kept:
@@ -45,7 +47,7 @@ class Elements:
             self._kept[part.code] = pieces
         return pieces
 
-    def decode(self, part: Part, pieces: Sequence[Tensor], adds: bool) -> None:
+    def decode(self, part: AtomPart, pieces: Sequence[Tensor], adds: bool) -> None:
         """Decode each chunk."""
         for (begin, end), message in zip(self._chunks(part), pieces, strict=True):
             self._coder.decode(message, self._exchange.memory[begin:end], add=adds)
@@ -53,7 +55,7 @@ class Elements:
             assert part.code is not None
             self._kept[part.code] = pieces
 
-    def elements(self, part: Part) -> Tensor:
+    def elements(self, part: AtomPart) -> Tensor:
         """The elements."""
         begin, end = self._coded.atoms[part.atom]
         return self._exchange.memory[begin:end]
@@ -61,7 +63,7 @@ class Elements:
     def finish(self) -> None:
         """All results are in memory."""
 
-    def _chunks(self, part: Part) -> list[tuple[int, int]]:
+    def _chunks(self, part: AtomPart) -> list[tuple[int, int]]:
         return list(chunks(self._coded.atoms[part.atom], self._coder.chunk))
 
 

@@ -11,18 +11,18 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from meshwright.comm.coded_streams import Streams
+from meshwright.comm.coded_streams import AtomStreams
 from meshwright.comm.collective_kind import AHEAD, SLOTS, Named
 from meshwright.comm.collective_run import Wait
 from meshwright.comm.compiled import EXPECT, KEEP, PUT, CompiledStep, in_turn
-from meshwright.comm.exchange import CodedRun, Exchange
+from meshwright.comm.exchange import CodedExchange, CodedRun
 from meshwright.comm.transport.base import MESSAGE_BYTES, Lane
 from meshwright.ir.codec import Codec
-from meshwright.schedules.collectives.coded import CodedMove, CodedSteps, Part, chunks
+from meshwright.schedules.collectives.coded import AtomPart, CodedMove, CodedSteps, chunks
 from meshwright.schedules.collectives.operations import BALANCED
 
 
-class Message(NamedTuple):
+class PeerMoves(NamedTuple):
     """The moves of one round between this rank and a peer. ``is_coded``: whether the elements are coded."""
 
     lane: Lane
@@ -30,31 +30,31 @@ class Message(NamedTuple):
     is_coded: bool
 
     @property
-    def parts(self) -> list[tuple[Part, bool]]:
+    def parts(self) -> list[tuple[AtomPart, bool]]:
         """The parts of all moves. Each has a flag that says whether the receiver adds it."""
         return [(part, move.adds) for move in self.moves for part in move.parts]
 
 
-class Round(NamedTuple):
+class CodedRound(NamedTuple):
     """The messages that this rank puts and takes in a round."""
 
-    puts: tuple[Message, ...]
-    takes: tuple[Message, ...]
+    puts: tuple[PeerMoves, ...]
+    takes: tuple[PeerMoves, ...]
 
 
-class Holder(Protocol):
+class AtomHolder(Protocol):
     """The state of a rank during a collective: each atom, and how it is coded."""
 
-    def num_pieces(self, part: Part, adds: bool) -> int:
+    def num_pieces(self, part: AtomPart, adds: bool) -> int:
         """The number of pieces of a coded part. Each piece has its own size."""
 
-    def encode(self, part: Part, adds: bool) -> Sequence[Tensor]:
+    def encode(self, part: AtomPart, adds: bool) -> Sequence[Tensor]:
         """The bytes of each piece of a part that this rank sends."""
 
-    def decode(self, part: Part, pieces: Sequence[Tensor], adds: bool) -> None:
+    def decode(self, part: AtomPart, pieces: Sequence[Tensor], adds: bool) -> None:
         """Add a received part to this rank's part, or store it."""
 
-    def elements(self, part: Part) -> Tensor:
+    def elements(self, part: AtomPart) -> Tensor:
         """The elements of an atom, in memory, for a message that is not coded."""
 
     def finish(self) -> None:
@@ -70,7 +70,7 @@ class RoundsKind(Named):
         rank: int,
         coded: CodedSteps,
         codec: Codec,
-        hold: Callable[[Exchange], Holder],
+        hold: Callable[[CodedExchange], AtomHolder],
         dtype: torch.dtype,
         lanes: Mapping[int, Lane],
         text: str,
@@ -83,12 +83,12 @@ class RoundsKind(Named):
         self.settles = tuple(lanes.values()) if self.expects else ()
         self.most_ahead = AHEAD if self.expects else SLOTS - 1
 
-    def run(self, exchange: Exchange, number: int, label: str, wait: Wait) -> "RoundsRun":
+    def run(self, exchange: CodedExchange, number: int, label: str, wait: Wait) -> "RoundsRun":
         """Start a collective of this kind. ``wait`` finishes it, after all collectives that were started earlier."""
         return RoundsRun(self, exchange, number, label, wait)
 
 
-def _round(rank: int, moves: Sequence[CodedMove], lanes: Mapping[int, Lane]) -> Round | None:
+def _round(rank: int, moves: Sequence[CodedMove], lanes: Mapping[int, Lane]) -> CodedRound | None:
     sides: tuple[dict[int, list[CodedMove]], ...] = ({}, {})
     for move in moves:
         if move.source == rank:
@@ -96,10 +96,10 @@ def _round(rank: int, moves: Sequence[CodedMove], lanes: Mapping[int, Lane]) -> 
         elif move.target == rank:
             sides[1].setdefault(move.source, []).append(move)
     puts, takes = (
-        tuple(Message(lanes[peer], tuple(each), each[0].parts[0].code is not None) for peer, each in side.items())
+        tuple(PeerMoves(lanes[peer], tuple(each), each[0].parts[0].code is not None) for peer, each in side.items())
         for side in sides
     )
-    return Round(puts, takes) if puts or takes else None
+    return CodedRound(puts, takes) if puts or takes else None
 
 
 class _Outgoing(NamedTuple):
@@ -115,9 +115,9 @@ class RoundsRun(CodedRun):
     __slots__ = ("_early", "_first", "_holder")
     kind: RoundsKind
 
-    def __init__(self, kind: RoundsKind, exchange: Exchange, number: int, label: str, wait: Wait) -> None:
+    def __init__(self, kind: RoundsKind, exchange: CodedExchange, number: int, label: str, wait: Wait) -> None:
         super().__init__(kind, exchange, number, label, wait)
-        self._holder: Holder | None = None
+        self._holder: AtomHolder | None = None
         self._first: _Outgoing | None = None
         self._early = 0
 
@@ -148,12 +148,12 @@ class RoundsRun(CodedRun):
         self._prepared()
         if self.kind.balances and self.kind.rounds:
             self._balance()
-        for index, this in enumerate(self.kind.rounds):
-            outgoing = self._first if index == 0 and self._first is not None else self._coded(this)
+        for index, coded_round in enumerate(self.kind.rounds):
+            outgoing = self._first if index == 0 and self._first is not None else self._coded(coded_round)
             early = self._early if index == 0 else 0
             self._first = None
-            sizes = self._swap_sizes(this, outgoing, early)
-            self._swap(this, outgoing, max(0, early - len(outgoing.sizes)), sizes)
+            sizes = self._swap_sizes(coded_round, outgoing, early)
+            self._swap(coded_round, outgoing, max(0, early - len(outgoing.sizes)), sizes)
         for lane in self.kind.settles:
             lane.settle(self.tag)
         begun = time.perf_counter()
@@ -165,7 +165,7 @@ class RoundsRun(CodedRun):
     def _balance(self) -> None:
         """Exchange samples of the chosen positions, which all ranks need before they can cut the vector."""
         holder, lanes, num_ranks = self._held(), self.kind.lanes, len(self.kind.lanes) + 1
-        assert isinstance(holder, Streams), "elements are not balanced"
+        assert isinstance(holder, AtomStreams), "elements are not balanced"
         sample = holder.sample(num_ranks)
         for lane in lanes.values():
             if self.kind.expects:
@@ -179,15 +179,15 @@ class RoundsRun(CodedRun):
             lane.release()
         holder.balance([samples[rank] for rank in range(num_ranks)])
 
-    def _prepare(self, exchange: Exchange) -> None:
+    def _prepare(self, exchange: CodedExchange) -> None:
         begun = time.perf_counter()
         self._holder = self.kind.hold(exchange)
         self.coding_s += time.perf_counter() - begun
 
-    def _coded(self, this: Round) -> _Outgoing:
+    def _coded(self, coded_round: CodedRound) -> _Outgoing:
         """Encode the parts that this rank sends in a round."""
         outgoing, holder, begun = _Outgoing([], []), self._held(), time.perf_counter()
-        for lane, moves, is_coded in this.puts:
+        for lane, moves, is_coded in coded_round.puts:
             if is_coded:
                 pieces = [piece for move in moves for part in move.parts for piece in holder.encode(part, move.adds)]
                 outgoing.sizes.append((lane, torch.tensor([piece.numel() for piece in pieces])))
@@ -199,7 +199,7 @@ class RoundsRun(CodedRun):
         self.sent_bytes += sum(message.nbytes for side in outgoing for _, message in side)
         return outgoing
 
-    def _held(self) -> Holder:
+    def _held(self) -> AtomHolder:
         assert self._holder is not None, "made at the beginning"
         return self._holder
 
@@ -208,10 +208,10 @@ class RoundsRun(CodedRun):
         steps = in_turn(_messages(PUT, outgoing.contents), [], expects=False)
         return [(outgoing.contents[at][0], outgoing.contents[at][1][begin:end]) for _, at, begin, end, *_ in steps]
 
-    def _swap_sizes(self, this: Round, outgoing: _Outgoing, early: int) -> list[list[int]]:
+    def _swap_sizes(self, coded_round: CodedRound, outgoing: _Outgoing, early: int) -> list[list[int]]:
         """Exchange the sizes of the round's coded messages. Returns the sizes of the pieces of each message that this
         rank takes."""
-        coded = [message for message in this.takes if message.is_coded]
+        coded = [message for message in coded_round.takes if message.is_coded]
         counts = [sum(self._held().num_pieces(part, adds) for part, adds in message.parts) for message in coded]
         like = torch.empty(0, dtype=torch.int64)
         for message, count in zip(coded, counts, strict=True):
@@ -225,12 +225,12 @@ class RoundsRun(CodedRun):
             message.lane.release()
         return sizes_in
 
-    def _swap(self, this: Round, outgoing: _Outgoing, early: int, sizes: list[list[int]]) -> None:
+    def _swap(self, coded_round: CodedRound, outgoing: _Outgoing, early: int, sizes: list[list[int]]) -> None:
         """Exchange the contents. Elements that are not coded are read directly from the lane's memory."""
         holder, each = self._held(), iter(sizes)
         incoming: list[tuple[Lane, Tensor, bool]] = []
-        coded: list[tuple[Message, list[int], Tensor]] = []
-        for message in this.takes:
+        coded: list[tuple[PeerMoves, list[int], Tensor]] = []
+        for message in coded_round.takes:
             if message.is_coded:
                 of_pieces = next(each)
                 content = torch.empty(sum(of_pieces), dtype=torch.uint8)

@@ -7,18 +7,18 @@ import msgspec
 import torch
 from torch import Tensor
 
-from meshwright.comm.exchange import Exchange
+from meshwright.comm.exchange import CodedExchange
 from meshwright.compress.coder import Coder, draw_of
 from meshwright.compress.select import largest
 from meshwright.compress.stream import Stream, merge, read_coded, recode, select_with_feedback
 from meshwright.ir.codec import Codec
-from meshwright.schedules.collectives.coded import CodedSteps, Part, chunks
+from meshwright.schedules.collectives.coded import AtomPart, CodedSteps, chunks
 from meshwright.schedules.collectives.coded_bytes import CHUNK, MOST_KEPT, SAMPLES
 from meshwright.schedules.collectives.operations import BALANCED, DENSE_GATHER
 from meshwright.schedules.collectives.steps import Span
 
 
-class Streams:
+class AtomStreams:
     """The atoms of one rank. Each is a stream, or dense elements in memory.
 
     A rank chooses its elements before they are coded for the first time: from the whole vector at once, or from each
@@ -33,7 +33,7 @@ class Streams:
         coder: Coder | None,
         again: frozenset[int],
         whole: bool,
-        exchange: Exchange,
+        exchange: CodedExchange,
     ) -> None:
         self._rank, self._codec, self._coder, self._again, self._exchange = rank, codec, coder, again, exchange
         self._algorithm = coded.steps.algorithm
@@ -85,11 +85,11 @@ class Streams:
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
-    def num_pieces(self, part: Part, adds: bool) -> int:
+    def num_pieces(self, part: AtomPart, adds: bool) -> int:
         """The number of pieces: 1, or the number of chunks of dense elements."""
         return len(self._chunks(part.atom)) if self._goes_dense(adds) else 1
 
-    def encode(self, part: Part, adds: bool) -> Sequence[Tensor]:
+    def encode(self, part: AtomPart, adds: bool) -> Sequence[Tensor]:
         """The bytes of a stream, or of all elements of a sum."""
         code = part.code
         assert code is not None, "a part of a coded message"
@@ -104,7 +104,7 @@ class Streams:
             self._kept[code] = pieces
         return self._kept[code]
 
-    def decode(self, part: Part, pieces: Sequence[Tensor], adds: bool) -> None:
+    def decode(self, part: AtomPart, pieces: Sequence[Tensor], adds: bool) -> None:
         """Merge a received stream with this rank's stream, or store it."""
         begin, end = self._atoms[part.atom]
         if self._goes_dense(adds):
@@ -112,13 +112,13 @@ class Streams:
                 self._read(piece, self._exchange.memory[first:last])
             self._held[part.atom] = None
         else:
-            came = read_coded(pieces[0], self._codec, end - begin, self._exchange.memory.dtype)
-            self._held[part.atom] = merge(self._stream(part.atom), came) if adds else came
+            received = read_coded(pieces[0], self._codec, end - begin, self._exchange.memory.dtype)
+            self._held[part.atom] = merge(self._stream(part.atom), received) if adds else received
         if part.code in self._again and not adds:
             assert part.code is not None
             self._kept[part.code] = pieces
 
-    def elements(self, part: Part) -> Tensor:
+    def elements(self, part: AtomPart) -> Tensor:
         """The elements of an atom, in memory."""
         begin, end = self._atoms[part.atom]
         elements, stream = self._exchange.memory[begin:end], self._held[part.atom]

@@ -34,7 +34,7 @@ Sums: TypeAlias = Collectives | Native | Mpi
 """An object that adds up coded vectors: any object that runs dense all-reduces."""
 
 
-class Coding:
+class CollectiveCoding:
     """The coding of one collective.
 
     Args:
@@ -62,7 +62,7 @@ class Coding:
         lengths = self._codec.state_lengths(self._shapes)
         return dict(zip(lengths, state.split([*lengths.values()]), strict=True))
 
-    def all_reduce(self, value: Tensor, ours: Collectives, sums: Sums, algorithm: str, label: str) -> Work:
+    def all_reduce(self, value: Tensor, collectives: Collectives, sums: Sums, algorithm: str, label: str) -> Work:
         """Sum a contiguous tensor over the group, in place. ``algorithm`` carries the coded elements; ``sums`` adds up
         coded vectors."""
         vector, write = self._vector(value)
@@ -70,32 +70,32 @@ class Coding:
             return self._sum(vector, write, sums, algorithm, label)
         chosen = self._begin(vector)
         if self._is_dense_yet:
-            work = ours.all_reduce(vector, "sum", algorithm, label)
+            work = collectives.all_reduce(vector, "sum", algorithm, label)
         else:
-            work = ours.coded_all_reduce(
+            work = collectives.coded_all_reduce(
                 vector, self._residual, self._codec, self._draw, algorithm, label, chosen, self._old.get("residual")
             )
         return UnderWay(lambda: self._end(vector, write, work), vector, works=(work,))
 
-    def reduce_scatter(self, rows: Tensor, into: Tensor, ours: Collectives, algorithm: str, label: str) -> Work:
+    def reduce_scatter(self, rows: Tensor, into: Tensor, collectives: Collectives, algorithm: str, label: str) -> Work:
         """Sum a tensor ``[ranks, elements]`` and write this rank's row to ``into``."""
         vector, _ = self._vector(rows)
         part, write = self._vector(into)
         chosen = self._begin(vector)
         if self._is_dense_yet:
-            work = ours.reduce_scatter(vector, part, "sum", algorithm, label)
+            work = collectives.reduce_scatter(vector, part, "sum", algorithm, label)
         else:
-            work = ours.coded_reduce_scatter(
+            work = collectives.coded_reduce_scatter(
                 vector, part, self._residual, self._codec, self._draw, algorithm, label, chosen,
                 self._old.get("residual"),
             )  # fmt: skip
         return UnderWay(lambda: self._end(vector, write, work), vector, part, works=(work,))
 
-    def all_gather(self, value: Tensor, into: Tensor, ours: Collectives, algorithm: str, label: str) -> Work:
+    def all_gather(self, value: Tensor, into: Tensor, collectives: Collectives, algorithm: str, label: str) -> Work:
         """Collect every rank's ``value``, coded and decoded, in ``into`` (``[ranks, ...]``)."""
         vector, _ = self._vector(value)
         rows, write = self._vector(into)
-        work = ours.coded_all_gather(vector, rows, None, self._codec, self._draw, algorithm, label)
+        work = collectives.coded_all_gather(vector, rows, None, self._codec, self._draw, algorithm, label)
         return UnderWay(lambda: self._end(rows, write, work), vector, rows, works=(work,))
 
     # --- vectors -----------------------------------------------------------------------------------------------------

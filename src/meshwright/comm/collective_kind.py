@@ -69,13 +69,13 @@ class Named:
     def __init__(self, text: str) -> None:
         self._text = text
         self.code = zlib.crc32(text.encode())
-        self.said: dict[str, bytes] = {}
+        self.descriptions: dict[str, bytes] = {}
 
     def say(self, label: str) -> bytes:
-        """The description of a collective of this kind with this label; ``said`` caches it."""
-        if len(self.said) >= LABELS:
-            self.said.clear()
-        self.said[label] = words = (self._text + (f" ({label})" if label else "")).encode()
+        """The description of a collective of this kind with this label; ``descriptions`` caches it."""
+        if len(self.descriptions) >= LABELS:
+            self.descriptions.clear()
+        self.descriptions[label] = words = (self._text + (f" ({label})" if label else "")).encode()
         return words
 
 

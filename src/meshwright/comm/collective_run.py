@@ -13,7 +13,7 @@ Wait = Callable[[Any], None]
 """A function that finishes a started collective, after the collectives that were started before it."""
 
 
-class Run(ABC):
+class CollectiveRun(ABC):
     """A collective that has been started. ``wait`` finishes it, after those that were started before it."""
 
     moves_streams = True
@@ -53,7 +53,7 @@ class Run(ABC):
             self._wait(self)
 
 
-class DenseRun(Run):
+class DenseRun(CollectiveRun):
     """A collective of plain elements that has been started."""
 
     __slots__ = ("_early", "_finish", "_kept", "_left", "_means", "_memory")

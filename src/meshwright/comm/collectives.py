@@ -12,8 +12,8 @@ from torch import Tensor
 
 from meshwright.comm import coded
 from meshwright.comm.collective_kind import UNKNOWN, Kind
-from meshwright.comm.collective_run import DenseRun, Run, Written
-from meshwright.comm.exchange import CodedRun, Exchange
+from meshwright.comm.collective_run import CollectiveRun, DenseRun, Written
+from meshwright.comm.exchange import CodedExchange, CodedRun
 from meshwright.comm.transport.base import Lane, Work
 from meshwright.comm.transport.shared_memory import ENDED, SharedMemory
 from meshwright.compress.stream import Stream
@@ -49,11 +49,11 @@ class Collectives:
         for lane in lanes.values():
             if isinstance(lane, SharedMemory):
                 lane.look = self._look
-        self._open: deque[Run] = deque()
+        self._open: deque[CollectiveRun] = deque()
         self._turn = threading.Lock()  # held while a thread runs steps
         self._kinds: dict[_Key, Kind] = {}
         self._coded_kinds: dict[coded.Key, coded.CodedKind] = {}
-        self._number, self._said = 0, b""
+        self._number, self._description = 0, b""
         self._failed: MeshwrightError | None = None
 
     # --- operations --------------------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ class Collectives:
         if operation == "all_gather":
             part = memory.numel() // self.num_ranks
             own = slice(self.rank * part, (self.rank + 1) * part)
-        exchange = Exchange(memory, residual, draw, own, finish, chosen, before)
+        exchange = CodedExchange(memory, residual, draw, own, finish, chosen, before)
         key = (operation, algorithm, memory.numel(), memory.dtype, codec, chosen is not None)
         kind = self._coded_kinds.get(key)
         if kind is None:
@@ -282,13 +282,13 @@ class Collectives:
         self._number = number = self._number + 1
         return self._begin(DenseRun(self._finish, kind, memory, number, label, finish))
 
-    def _begin(self, run: Run) -> Work:
+    def _begin(self, run: CollectiveRun) -> Work:
         """Report the collective, and send its first messages unless earlier collectives have messages to send."""
         kind, label, number = run.kind, run.label, run.number
-        words = kind.said.get(label) or kind.say(label)
+        words = kind.descriptions.get(label) or kind.say(label)
         with self._turn:
-            if words is not self._said:
-                self._said = words
+            if words is not self._description:
+                self._description = words
                 for lane in self._each:
                     lane.tell(number, words)
             if not self._open or all(earlier.has_sent for earlier in self._open):
@@ -299,7 +299,7 @@ class Collectives:
             self._open.append(run)
         return run
 
-    def _finish(self, run: Run) -> None:
+    def _finish(self, run: CollectiveRun) -> None:
         with self._turn:
             if self._failed is not None and not run.done:
                 raise self._failed
@@ -341,7 +341,7 @@ class Collectives:
         finally:
             self._turn.release()
 
-    def _fail(self, error: MeshwrightError, run: Run) -> NoReturn:
+    def _fail(self, error: MeshwrightError, run: CollectiveRun) -> NoReturn:
         """Raise an error, now and for every later collective, because it is unknown which messages are still on their
         way."""
         self._failed = self._report(error, run)
@@ -355,7 +355,7 @@ class Collectives:
         for trouble in sorted(troubles, key=lambda trouble: trouble.problem != ENDED):
             raise trouble.error()
 
-    def _report(self, error: MeshwrightError, run: Run) -> MeshwrightError:
+    def _report(self, error: MeshwrightError, run: CollectiveRun) -> MeshwrightError:
         """Tell the other ranks of the failure. Returns the error, extended by the current collective of every rank."""
         words = run.kind.say(run.label) + f", and has given up: {error.where}: {error.problem}".encode()
         for lane in self._each:
@@ -369,7 +369,7 @@ class Collectives:
         seconds."""
         deadline = time.monotonic() + (HEAR_S if self._expects else 0)
         while True:
-            lines = [lane.told() for _, lane in sorted(self._lanes.items())]
+            lines = [lane.last_report() for _, lane in sorted(self._lanes.items())]
             if all(lines) or time.monotonic() >= deadline:
                 return [line for line in lines if line]
             time.sleep(HEAR_S / 50)

@@ -82,11 +82,11 @@ def compiled(rank: int, program: Program, num_per_message: int, most_ahead: int,
             parts = side.setdefault(peer, [])
             for begin in range(first, first + max(move.length, 1), num_per_message):
                 parts.append(CompiledStep(kind, peer, begin, min(begin + num_per_message, first + move.length)))
-        this = in_turn(list(puts.values()), list(takes.values()), expects=expects)
-        _check(this)
+        round_steps = in_turn(list(puts.values()), list(takes.values()), expects=expects)
+        _check(round_steps)
         if not index and not copies:
-            ahead = first_of_each(this, most_ahead)
-        steps += copies + this
+            ahead = first_of_each(round_steps, most_ahead)
+        steps += copies + round_steps
     return Compiled(tuple(steps), tuple(ahead), _puts_later(steps, ahead), tuple(writes))
 
 
@@ -117,11 +117,11 @@ def compiled_coded(
                 assert part.code is not None, "a message is coded as a whole"
                 pieces = chunks(coded.atoms[part.atom], chunk)
                 parts += [CompiledStep(kind, peer, *piece, 0, part.code) for piece in pieces]
-        this = in_turn(list(sides[0].values()), list(sides[1].values()), expects=expects)
-        _check(this)
+        round_steps = in_turn(list(sides[0].values()), list(sides[1].values()), expects=expects)
+        _check(round_steps)
         if not steps:
-            ahead = first_of_each(this, most_ahead)
-        steps += this
+            ahead = first_of_each(round_steps, most_ahead)
+        steps += round_steps
     known: set[tuple[int, int]] = set()
     for index, step in enumerate(steps):
         if step.kind == ENCODE and (step.code, step.begin) in known:

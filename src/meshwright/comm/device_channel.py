@@ -60,8 +60,8 @@ def device_channels(world: dist.ProcessGroup, peers: set[int], device: torch.dev
     and to lower ranks; further calls connect new peers."""
     state = member(world)
     if state.directions is None:
-        every = list(range(world.size()))
-        up, down = (dist.new_group(every, timeout=timeout_of(world)) for _ in range(2))
+        ranks = list(range(world.size()))
+        up, down = (dist.new_group(ranks, timeout=timeout_of(world)) for _ in range(2))
         state.directions = up, down
     rank = world.rank()
     for peer in sorted(peers - state.channels.keys(), key=lambda peer: sorted((rank, peer))):

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.comm.collective_run import Run, Wait
+from meshwright.comm.collective_run import CollectiveRun, Wait
 from meshwright.compress.stream import Stream
 from meshwright.errors import PlanError
 from meshwright.schedules.collectives.steps import Span
 
 
-class Exchange:
+class CodedExchange:
     """The tensors of one coded collective.
 
     ``memory``: the elements, which are summed in place. ``residual``: the errors of this rank's encodings, for the
@@ -87,15 +87,15 @@ def _described(tensor: Tensor) -> str:
     return f"{tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}"
 
 
-class CodedRun(Run):
+class CodedRun(CollectiveRun):
     """A coded collective that has been started. ``sent_bytes`` counts the bytes of its messages. ``coding_s`` is the
     time, in seconds, in which this rank chose, encoded and decoded elements."""
 
     __slots__ = ("_begun", "_exchange", "coding_s", "sent_bytes")
 
-    def __init__(self, kind: Any, exchange: Exchange, number: int, label: str, wait: Wait) -> None:
+    def __init__(self, kind: Any, exchange: CodedExchange, number: int, label: str, wait: Wait) -> None:
         super().__init__(kind, number, label, wait)
-        self._exchange: Exchange | None = exchange
+        self._exchange: CodedExchange | None = exchange
         self._begun = False
         self.sent_bytes, self.coding_s = 0, 0.0
 
@@ -104,7 +104,7 @@ class CodedRun(Run):
         elements."""
         return not num_steps and (self._exchange is None or self._exchange.chosen is None)
 
-    def _prepared(self) -> Exchange:
+    def _prepared(self) -> CodedExchange:
         """The exchange; the first call prepares it."""
         exchange = self._exchange
         assert exchange is not None, "a run ends once"
@@ -114,7 +114,7 @@ class CodedRun(Run):
         return exchange
 
     @abstractmethod
-    def _prepare(self, exchange: Exchange) -> None:
+    def _prepare(self, exchange: CodedExchange) -> None:
         """Add the residual to the elements, and allocate memory for the run."""
 
     def _end(self) -> None:

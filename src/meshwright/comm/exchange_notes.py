@@ -13,18 +13,18 @@ from meshwright.torch_private import device_of_objects
 def gather_everywhere(value: Any, group: dist.ProcessGroup) -> list[Any]:
     """The values of all ranks of a group, in the order of its ranks. All ranks of the group must call this."""
     own, sizes = _sized(value, group)
-    every = [own.new_empty(max(sizes)) for _ in sizes]
-    dist.all_gather(every, _padded(own, max(sizes)), group)
-    return _values(every, sizes)
+    parts = [own.new_empty(max(sizes)) for _ in sizes]
+    dist.all_gather(parts, _padded(own, max(sizes)), group)
+    return _values(parts, sizes)
 
 
 def gather_on_first(value: Any, group: dist.ProcessGroup) -> list[Any] | None:
     """The values of all ranks of a group on its first rank; None on the others. All ranks of the group must call
     this."""
     own, sizes = _sized(value, group)
-    every = [own.new_empty(max(sizes)) for _ in sizes] if group.rank() == 0 else None
-    dist.gather(_padded(own, max(sizes)), every, dst=dist.get_global_rank(group, 0), group=group)
-    return None if every is None else _values(every, sizes)
+    parts = [own.new_empty(max(sizes)) for _ in sizes] if group.rank() == 0 else None
+    dist.gather(_padded(own, max(sizes)), parts, dst=dist.get_global_rank(group, 0), group=group)
+    return None if parts is None else _values(parts, sizes)
 
 
 def bytes_of_first(data: bytes, group: dist.ProcessGroup) -> bytes:
@@ -32,9 +32,9 @@ def bytes_of_first(data: bytes, group: dist.ProcessGroup) -> bytes:
     first, device = dist.get_global_rank(group, 0), device_of_objects(group)
     size = torch.tensor([len(data)], device=device)
     dist.broadcast(size, first, group)
-    given = _tensor(data, device) if group.rank() == 0 else torch.empty(int(size), dtype=torch.uint8, device=device)
-    dist.broadcast(given, first, group)
-    return bytes(given.cpu().numpy())
+    message = _tensor(data, device) if group.rank() == 0 else torch.empty(int(size), dtype=torch.uint8, device=device)
+    dist.broadcast(message, first, group)
+    return bytes(message.cpu().numpy())
 
 
 def _sized(value: Any, group: dist.ProcessGroup) -> tuple[Tensor, list[int]]:
@@ -54,5 +54,5 @@ def _padded(own: Tensor, size: int) -> Tensor:
     return torch.nn.functional.pad(own, [0, size - own.numel()])
 
 
-def _values(every: list[Tensor], sizes: list[int]) -> list[Any]:
-    return [from_bytes(bytes(each[:size].cpu().numpy())) for each, size in zip(every, sizes, strict=True)]
+def _values(parts: list[Tensor], sizes: list[int]) -> list[Any]:
+    return [from_bytes(bytes(each[:size].cpu().numpy())) for each, size in zip(parts, sizes, strict=True)]

@@ -49,13 +49,13 @@ class FarFlights:
     def seen(self) -> dict[int, Seen]:
         """What is known of the ranks that were asked. Ranks that have not answered lately are silent."""
         now_s = time.monotonic()
-        found = {}
+        by_rank = {}
         for rank in self._ranks:
             at_s, seen = self._answers.get(rank, (0.0, Seen(None, "unknown")))
             if self._asked_s and now_s - max(at_s, self._asked_s) > STALE_S:
                 seen = Seen(seen.flight, "silent")
-            found[rank] = seen
-        return found
+            by_rank[rank] = seen
+        return by_rank
 
     def _ask(self) -> None:
         with suppress(RuntimeError):

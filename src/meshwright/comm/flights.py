@@ -68,13 +68,13 @@ class Flights:
 
     def seen(self, far: Mapping[int, Seen]) -> dict[int, Seen]:
         """What is seen of every rank. ``far`` has what ranks of other boxes have answered."""
-        found = {self._rank: Seen(self._recorder.read(RECENT), "runs")}
+        by_rank = {self._rank: Seen(self._recorder.read(RECENT), "runs")}
         for rank in range(self._num_ranks):
             if rank in self._opened:
-                found[rank] = self._look(self._opened[rank])
+                by_rank[rank] = self._look(self._opened[rank])
             elif rank != self._rank:
-                found[rank] = far.get(rank, Seen(None, "unknown"))
-        return found
+                by_rank[rank] = far.get(rank, Seen(None, "unknown"))
+        return by_rank
 
     def ask(self, ranks: Iterable[int]) -> None:
         """Ask ranks of this box for notes."""

@@ -26,7 +26,7 @@ from meshwright.comm.transport.native import Native
 from meshwright.comm.transport.point_to_point import PointToPoint, TorchLane
 from meshwright.comm.transport.process import box
 from meshwright.comm.transport.shared_memory import SharedMemory
-from meshwright.comm.transport.stream import Stream
+from meshwright.comm.transport.stream import LaneChannel
 from meshwright.comm.watch import Key, Watch
 from meshwright.errors import MeshwrightError, RankError
 from meshwright.ir.amendment import Amendment, amended
@@ -240,7 +240,7 @@ def channels(peers: Iterable[int], device: torch.device = CPU) -> dict[int, Chan
     known, progress = member(world).channels, member(world).progress
     for peer, lane in _connected(world, "channel", wanted - set(known), stream.SLOTS).items():
         known[peer] = (
-            PointToPoint(world, peer, progress, culprit) if lane is None else Stream(lane, progress, world.rank())
+            PointToPoint(world, peer, progress, culprit) if lane is None else LaneChannel(lane, progress, world.rank())
         )
     return {peer: known[peer] for peer in wanted}
 
@@ -368,12 +368,12 @@ def from_rank_0(make: Callable[[], T]) -> T:
     if alone():
         return make()
     world: Any = dist.group.WORLD
-    made: Any = None
+    result: Any = None
     own, note = cast("Exception | None", None), b""
     if world.rank() == 0:
         try:
-            made = make()
-            note = to_bytes((made, None))
+            result = make()
+            note = to_bytes((result, None))
         except Exception as error:  # noqa: BLE001 - whatever it is, the others must not wait
             own = error
             text, remedy = f"it failed: {type(error).__name__}: {error}", "look at the error that rank 0 raised"
@@ -384,10 +384,10 @@ def from_rank_0(make: Callable[[], T]) -> T:
     if own is not None:
         raise own
     if world.rank():
-        made, failure = from_bytes(note)
+        result, failure = from_bytes(note)
         if failure is not None:
             raise failure
-    return cast("T", made)
+    return cast("T", result)
 
 
 @naming("all ranks")

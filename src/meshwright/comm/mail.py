@@ -23,11 +23,11 @@ from typing import Any
 from torch import Tensor
 
 from meshwright.comm.mailbox import WAIT_S, Letter, Mailbox, View
-from meshwright.comm.membership import REMEDY, Membership, Place, silence
+from meshwright.comm.membership import REMEDY, Location, Membership, silence
 from meshwright.comm.transport.incoming import Incoming
 from meshwright.comm.transport.outgoing import Outgoing
 from meshwright.comm.transport.process import box
-from meshwright.comm.transport.shared_blocks import LEAST_BYTES, Block, Blocks
+from meshwright.comm.transport.shared_blocks import LEAST_BYTES, SharedBlock, SharedBlocks
 from meshwright.comm.transport.zeromq import NAMES, Hello, connection, zmq
 from meshwright.errors import LostRankError, RankError
 
@@ -85,12 +85,12 @@ class ZmqMailbox(Mailbox):
         self._silence_s, self._wait_s = silence_s, wait_s
         self._most_bytes, self._most_letters = most_bytes, most_letters
         secret = secrets.token_hex(8)
-        self._blocks = Blocks(f"meshwright-{secret}", name)
-        self._probe = Block(LEAST_BYTES, f"meshwright-{secret}-probe", name)
+        self._blocks = SharedBlocks(f"meshwright-{secret}", name)
+        self._probe = SharedBlock(LEAST_BYTES, f"meshwright-{secret}-probe", name)
         self._context = zmq.Context()
         try:
             self._incoming = Incoming(self._context, host, secret, token)
-            self._place = Place(self._incoming.near, self._incoming.far, box(), os.getpid(), secret)
+            self._place = Location(self._incoming.near, self._incoming.far, box(), os.getpid(), secret)
             self._membership = Membership(store, self._place, name, life, column, num_columns, wait_s)
             if names is None or life:
                 self._membership.join()
@@ -102,7 +102,7 @@ class ZmqMailbox(Mailbox):
         self._peers: dict[str, Outgoing] = {}
         self._last_joined: dict[str, int] = {}
         self._num_seen = 0
-        self._left = self._told = False
+        self._left = self._has_raised = False
         self._advance()
         atexit.register(self._end_with_program)
 
@@ -243,7 +243,7 @@ class ZmqMailbox(Mailbox):
         LostRankError, unless another method has already raised it."""
         if self._left:
             return
-        if self._told:
+        if self._has_raised:
             self.close()
             return
         try:
@@ -292,5 +292,5 @@ class ZmqMailbox(Mailbox):
         try:
             self._membership.check()
         except LostRankError:
-            self._told = True
+            self._has_raised = True
             raise

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.comm.attendance import Attendance
-from meshwright.comm.blocks import Blocks
+from meshwright.comm.blocks import BlockPool
 from meshwright.comm.collectives import Collectives
 from meshwright.comm.transport.base import Channel, Trouble
 from meshwright.comm.transport.mpi import Mpi
@@ -68,12 +68,12 @@ class GroupState:
         self.watch: Watch | None = None
         self.collectives: Collectives | None = None
         self.by_mpi: Mpi | None = None
-        self.blocks = Blocks()
+        self.blocks = BlockPool()
         self.channels: dict[int, Channel] = {}
         self.coded: dict[str, MeasuredCoding] = {}
         self.meshes: dict[Mesh, dict[str, AxisGroup]] = {}
         self.directions: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
-        self._told: dict[tuple[str, object], str] = {}
+        self._descriptions: dict[tuple[str, object], str] = {}
         self._described: dict[tuple[object, ...], tuple[bytes, int]] = {}
         self._index = -1
 
@@ -99,8 +99,8 @@ class GroupState:
         """An operation in words, and its signature."""
         what, num, dtype, label, where = key
         elements = f"{what} of {num} x {str(dtype).removeprefix('torch.')}" if dtype is not None else what
-        told = self.told(label, where)
-        words = elements + f" ({told})" * bool(told)
+        description = self.description(label, where)
+        words = elements + f" ({description})" * bool(description)
         signature = 1 + zlib.crc32((elements if is_alike else what).encode()) % (2**32 - 1)
         if len(self._described) >= TOLD:
             self._described.clear()
@@ -112,17 +112,17 @@ class GroupState:
         watch = self.watch
         return chosen(text, operation, num_bytes) if watch is None else watch.algorithm(text, operation, num_bytes)
 
-    def told(self, label: str, where: object) -> str:
+    def description(self, label: str, where: object) -> str:
         """The description of a collective in errors: axis, label of the tensor with its source line, place in the
         schedule."""
-        description = self._told.get((label, where))
+        description = self._descriptions.get((label, where))
         if description is None:
-            if len(self._told) >= TOLD:
-                self._told.clear()
+            if len(self._descriptions) >= TOLD:
+                self._descriptions.clear()
             source = self.progress.sources.get(label, "")
             labelled = f"{label} at {source}" if source else label
             description = ", ".join(part for part in (self.axis, labelled, str(where or "")) if part)
-            self._told[label, where] = description
+            self._descriptions[label, where] = description
         return description
 
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from meshwright.comm.transport.base import first_line
 from meshwright.comm.transport.process import Process
 from meshwright.comm.transport.zeromq import recv_monitor_message, zmq
-from meshwright.comm.views import Entry, Member, ViewLog, key
+from meshwright.comm.views import Member, ViewEntry, ViewLog, key
 from meshwright.errors import LostRankError
 
 LOOK_S = 0.02
@@ -40,7 +40,7 @@ STOP_S = 5.0
 REMEDY = "look at what the others do; MESHWRIGHT_TIMEOUT_S sets how long replicas wait for each other"
 
 
-class Place(msgspec.Struct, frozen=True):
+class Location(msgspec.Struct, frozen=True):
     """The location of one rank of a participant: its addresses for processes inside and outside of its box, its box,
     its process id, and a secret that letters to it must contain."""
 
@@ -62,17 +62,17 @@ class Membership:
     """
 
     def __init__(
-        self, store: Any, place: Place, name: str, life: int, column: int, num_columns: int, wait_s: float
+        self, store: Any, place: Location, name: str, life: int, column: int, num_columns: int, wait_s: float
     ) -> None:
         self.name, self.life, self.joined, self.trouble = name, life, 0, ""
         self._own = place
-        self.entries: list[Entry] = []
+        self.entries: list[ViewEntry] = []
         self.bell, self._watchers_bell = (os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(2))
         self._column, self._num_columns, self._wait_s = column, num_columns, wait_s
         # separate connections, because the follower's connection is blocked while it waits
         self._store, self._followed = store.clone(), store.clone()
         self._log = ViewLog(self._store)
-        self._places: dict[tuple[str, int], Place] = {}
+        self._places: dict[tuple[str, int], Location] = {}
         self._processes: dict[tuple[str, int], Process] = {}
         self._new_connections: list[tuple[str, int, Any, str]] = []
         self._connections: dict[Any, tuple[str, int, str]] = {}
@@ -141,11 +141,11 @@ class Membership:
     # --- what the mailbox asks ---------------------------------------------------------------------------------------
 
     @property
-    def newest(self) -> Entry:
+    def newest(self) -> ViewEntry:
         """The newest view that has arrived."""
         return self.entries[-1]
 
-    def place(self, name: str, joined: int) -> Place | None:
+    def place(self, name: str, joined: int) -> Location | None:
         """The location of the participant's rank in this column; None if the participant was removed before it
         appeared."""
         return self._places.get((name, joined))
@@ -221,7 +221,7 @@ class Membership:
         self.trouble = f"the store in which views lie does not answer: {first_line(error)}"
         _ring(self.bell)
 
-    def _see(self, entry: Entry) -> None:
+    def _see(self, entry: ViewEntry) -> None:
         """Add a view, and start to watch its new members."""
         members = {(name, member.joined): member.life for name, member in entry.members.items()}
         ended = []
@@ -229,7 +229,7 @@ class Membership:
             wanted = _place_key(name, life, self._column)
             if name == self.name or (name, joined) in self._places or not self._followed.check([wanted]):
                 continue
-            place = msgspec.json.decode(self._followed.get(wanted), type=Place)
+            place = msgspec.json.decode(self._followed.get(wanted), type=Location)
             self._places[name, joined] = place
             if place.box == self._own.box:
                 try:

@@ -196,10 +196,10 @@ def _num_elements(shape: list[int]) -> int:
 
 def _of_torch(name: str, *kinds: type[Any]) -> Any:
     package, _, attribute = name.partition(".")
-    found = getattr(torch, attribute, None)
-    if package != "torch" or not isinstance(found, kinds or _TORCH):
+    value = getattr(torch, attribute, None)
+    if package != "torch" or not isinstance(value, kinds or _TORCH):
         raise _refused(f"{name!r} is no dtype or layout of torch")
-    return found
+    return value
 
 
 def _struct(name: str, content: bytes) -> Any:
@@ -252,13 +252,13 @@ def _class(name: str, base: type[Any]) -> Any:
     is_ours = module.startswith(OURS) and not module.endswith("__main__")
     if base is not tuple and not is_ours:
         raise _refused(f"{name} is not plain data of Meshwright")
-    found: Any = import_module(module) if is_ours else sys.modules.get(module)
+    candidate: Any = import_module(module) if is_ours else sys.modules.get(module)
     for part in qualified.split("."):
-        found = vars(found).get(part) if found is not None else None
-    is_own = isinstance(found, type) and found.__module__ == module and issubclass(found, base)
-    if not is_own or (base is tuple and not hasattr(found, "_fields")):
+        candidate = vars(candidate).get(part) if candidate is not None else None
+    is_own = isinstance(candidate, type) and candidate.__module__ == module and issubclass(candidate, base)
+    if not is_own or (base is tuple and not hasattr(candidate, "_fields")):
         raise _refused(f"{name} is not plain data that is known here")
-    return found
+    return candidate
 
 
 _OBJECTS: dict[int, Callable[..., Any]] = {

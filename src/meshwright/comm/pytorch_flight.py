@@ -48,7 +48,7 @@ def _described(entry: Mapping[str, Any]) -> Pending:
     return Pending(place, f"{what}, {entry.get('state', 'begun')}", float(entry.get("time_created_ns", 0)) / 1e9)
 
 
-def report(mine: Pending, rank: int, seen: Mapping[int, Seen], now_s: float) -> Iterator[str]:
+def report(pending: Pending, rank: int, seen: Mapping[int, Seen], now_s: float) -> Iterator[str]:
     """The lines of a report about an operation of this rank that lasts, from what all ranks have noted. ``now_s`` is
     the time of day."""
     under_way = {
@@ -56,12 +56,13 @@ def report(mine: Pending, rank: int, seen: Mapping[int, Seen], now_s: float) -> 
         for other, each in seen.items()
         if each.flight is not None
     }
-    under_way.setdefault(rank, {})[mine.place] = str(mine)
-    having = [other for other, places in under_way.items() if mine.place in places]
-    yield f"{named(having)} {'is' if len(having) == 1 else 'are'} in {mine.place} since {now_s - mine.begun_s:.1f} s:"
+    under_way.setdefault(rank, {})[pending.place] = str(pending)
+    having = [other for other, places in under_way.items() if pending.place in places]
+    are = "is" if len(having) == 1 else "are"
+    yield f"{named(having)} {are} in {pending.place} since {now_s - pending.begun_s:.1f} s:"
     for other, each in sorted(seen.items()):
-        if mine.place in under_way.get(other, ()):
-            yield f"  rank {other}: {under_way[other][mine.place].removeprefix(WHO)}"
+        if pending.place in under_way.get(other, ()):
+            yield f"  rank {other}: {under_way[other][pending.place].removeprefix(WHO)}"
         else:
             yield f"  rank {other} has not begun it, or is not in its group: {doing(each)}"
             stack = each.flight.notes.stack if each.flight is not None else ()

@@ -16,20 +16,20 @@ communication, and waits of the step for its data."""
 SAMPLE_EVERY_S = 0.002
 
 
-class Operation(Protocol):
+class DeviceOperation(Protocol):
     """An operation of torch.distributed that has been started."""
 
     def block_current_stream(self) -> None:
         """Let later work on the current stream of the device wait for the operation; the host goes on."""
 
 
-class Timeline(Protocol):
+class DeviceTimeline(Protocol):
     """The clock of a device that runs behind the host."""
 
     def mark(self) -> object:
         """Mark the end of the work that has been launched so far on the current stream."""
 
-    def mark_end(self, lane: str, operations: Sequence[Operation]) -> object:
+    def mark_end(self, lane: str, operations: Sequence[DeviceOperation]) -> object:
         """Mark the end of operations that have been started, without a wait of the current stream. Operations of the
         same ``lane`` run one after the other."""
 
@@ -47,7 +47,7 @@ Moment = float | Reached
 """A time of the host, or one of the device."""
 
 
-class Flight(NamedTuple):
+class DeviceSpan(NamedTuple):
     """The begin and the end of operations on a device's stream for communication."""
 
     begins: Reached
@@ -81,12 +81,12 @@ class SpanRecorder:
         self,
         axes: Mapping[str, str] | None = None,
         memory: Callable[[], int] | None = None,
-        timeline: Timeline | None = None,
+        timeline: DeviceTimeline | None = None,
     ) -> None:
         self._axes, self._memory, self._timeline = axes or {}, memory, timeline
         self._marks: list[tuple[float, object]] = []  # of the kernels: when they were launched, and the mark
         self._lanes: dict[str, object] = {}  # the last mark of each lane
-        self._messages: list[Flight] = []
+        self._messages: list[DeviceSpan] = []
         self._spans: list[tuple[str, object, Moment, Moment, int]] = []
         self._samples: list[tuple[float, int]] = []
         self._data: tuple[float, float] | None = None  # the wait for data of the step that comes next
@@ -114,7 +114,7 @@ class SpanRecorder:
         if self._timeline is not None:
             self.moment(time.perf_counter())
 
-    def flight(self, lane: str, operations: Iterable[Operation]) -> Flight | None:
+    def flight(self, lane: str, operations: Iterable[DeviceOperation]) -> DeviceSpan | None:
         """Note operations that have just been started on the device's stream for the communication of ``lane``. None if
         the device does not run behind the host, or there are no operations."""
         if self._timeline is None or not (started := list(operations)):
@@ -123,9 +123,9 @@ class SpanRecorder:
         assert isinstance(launched, Reached)
         before = (self._lanes[lane],) if lane in self._lanes else ()
         end = self._lanes[lane] = self._timeline.mark_end(lane, started)
-        return Flight(Reached((*launched.marks, *before)), Reached((end,)))
+        return DeviceSpan(Reached((*launched.marks, *before)), Reached((end,)))
 
-    def message(self, lane: str, operation: Operation) -> None:
+    def message(self, lane: str, operation: DeviceOperation) -> None:
         """Note a message that has just been started. The span that is recorded next names it."""
         if (flight := self.flight(lane, (operation,))) is not None:
             self._messages.append(flight)

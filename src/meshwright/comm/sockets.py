@@ -35,9 +35,9 @@ def receive_exactly(connection: socket.socket, size: int) -> bytearray:
     return buffer
 
 
-def same_token(given: str, token: str) -> bool:
+def same_token(received: str, token: str) -> bool:
     """Whether two tokens are equal, in a time that does not depend on where they differ."""
-    return hmac.compare_digest(given.encode(errors="surrogatepass"), token.encode(errors="surrogatepass"))
+    return hmac.compare_digest(received.encode(errors="surrogatepass"), token.encode(errors="surrogatepass"))
 
 
 def introduce(connection: socket.socket, token: str) -> None:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.comm.member import GroupState, culprit
-from meshwright.comm.record import CollectiveTimes, Flight, current, place
+from meshwright.comm.record import CollectiveTimes, DeviceSpan, current, place
 from meshwright.comm.transport.base import OWN_ERROR, UnderWay, Work, first_line, moves_streams, operations_of
 from meshwright.errors import LostRankError
 
@@ -24,28 +24,28 @@ class _Started(NamedTuple):
     work: Work | None
     what: str
     group: str
-    mine: GroupState
+    state: GroupState
     times: tuple[float, float]
     label: str
     place: object
     number: int
     num_bytes: int
     event: int
-    flight: Flight | None
+    flight: DeviceSpan | None
 
 
 def attach(
-    value: Tensor, work: Work | None, what: str, label: str, num_bytes: int, group: dist.ProcessGroup, mine: GroupState,
-    begun: float,
+    value: Tensor, work: Work | None, what: str, label: str, num_bytes: int, group: dist.ProcessGroup,
+    state: GroupState, begun: float,
 ) -> Tensor:  # fmt: skip
     """Attach the work of a collective to ``value``, so that ``wait`` finds it, and record the collective. ``num_bytes``
-    is the size of its whole vector. ``mine`` is the state of its group. ``begun``: when its start began."""
+    is the size of its whole vector. ``state`` is the state of its group. ``begun``: when its start began."""
     where = place()
     num = num_bytes // value.itemsize
-    event = mine.record(group, what, num, value.dtype, label, where, is_alike=what != HALO)
+    event = state.record(group, what, num, value.dtype, label, where, is_alike=what != HALO)
     times, name, recorder = (begun, time.perf_counter()), group.group_name, current()
     flight = recorder.flight(name, operations_of(work)) if recorder is not None else None
-    started = _Started(work, what, name, mine, times, label, where, mine.begun, num_bytes, event, flight)
+    started = _Started(work, what, name, state, times, label, where, state.begun, num_bytes, event, flight)
     setattr(value, _WORK, started)
     return value
 
@@ -59,16 +59,16 @@ def wait(value: Tensor) -> Tensor:
     """
     started: _Started | None = value.__dict__.pop(_WORK, None)
     if started is not None:
-        mine, recorder, waiting = started.mine, current(), time.perf_counter()
+        state, recorder, waiting = started.state, current(), time.perf_counter()
         reached = recorder.moment(waiting) if recorder is not None else waiting
-        if flight := mine.progress.recorder:
+        if flight := state.progress.recorder:
             flight.wait(started.event)
         if started.work is not None:
             try:
                 if moves_streams(started.work):
                     started.work.wait()
                 else:
-                    mine.progress.during(started.work.wait)
+                    state.progress.during(started.work.wait)
             except Exception as error:
                 raised = _explained(started, value, error)
                 if flight:
@@ -80,8 +80,8 @@ def wait(value: Tensor) -> Tensor:
             flight.end(started.event)
         done = time.perf_counter()
         begun, begin_done = started.times
-        if mine.watch is not None:
-            mine.watch.note(started.what, started.num_bytes, done - waiting + begin_done - begun)
+        if state.watch is not None:
+            state.watch.note(started.what, started.num_bytes, done - waiting + begin_done - begun)
         if recorder is not None:
             received = started.work.num_bytes if isinstance(started.work, UnderWay) else None
             last = recorder.moment(done)
@@ -95,16 +95,16 @@ def wait(value: Tensor) -> Tensor:
 def _explained(started: _Started, value: Tensor, error: Exception) -> Exception:
     """The error of a wait. An error of torch.distributed becomes a LostRankError that names the collective for which
     this rank waited. A LostRankError is extended by a report of all ranks, or replaced by the watchdog's error."""
-    streams = started.mine.progress
+    streams = started.state.progress
     if isinstance(error, RuntimeError) and streams.verdict is not None:
         return streams.verdict
     if isinstance(error, LostRankError):
         return streams.explained(error)
     if not isinstance(error, RuntimeError):
         return error
-    text, lost = started.mine.told(started.label, started.place), culprit()
+    text, lost = started.state.description(started.label, started.place), culprit()
     problem = f"{lost.problem}, and this rank waits" if lost else first_line(error)
     what = f"{started.what} of {value.numel()} x {str(value.dtype).removeprefix('torch.')}" + f" ({text})" * bool(text)
-    where = lost.where if lost else started.mine.axis or f"group {started.group}"
+    where = lost.where if lost else started.state.axis or f"group {started.group}"
     problem = f"{problem}\n     rank {dist.get_rank()} is in #{started.number} {what}, native"
     return streams.explained(LostRankError(problem, where=where, remedy=OWN_ERROR))

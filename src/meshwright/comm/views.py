@@ -24,7 +24,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     life: int
 
 
-class Entry(msgspec.Struct, frozen=True):
+class ViewEntry(msgspec.Struct, frozen=True):
     """A view in the log. ``change`` says how the view differs from the previous view, and why."""
 
     members: dict[str, Member]
@@ -44,13 +44,13 @@ class ViewLog:
 
     def __init__(self, store: Any) -> None:
         self._store = store
-        self._known: tuple[int, Entry] = (-1, Entry({}))
+        self._known: tuple[int, ViewEntry] = (-1, ViewEntry({}))
 
     def begin(self, names: Sequence[str]) -> None:
         """Write the first view, unless another participant has done so."""
-        self._propose(0, Entry(dict.fromkeys(sorted(names), Member(0, 0))))
+        self._propose(0, ViewEntry(dict.fromkeys(sorted(names), Member(0, 0))))
 
-    def newest(self) -> tuple[int, Entry]:
+    def newest(self) -> tuple[int, ViewEntry]:
         """The epoch and entry of the newest view; epoch -1 if there is no view yet."""
         epoch, entry = self._known
         while self._store.check([key(epoch + 1)]):
@@ -58,9 +58,9 @@ class ViewLog:
         self._known = (epoch, entry)
         return epoch, entry
 
-    def read(self, epoch: int) -> Entry:
+    def read(self, epoch: int) -> ViewEntry:
         """The entry of a view that is in the log."""
-        return msgspec.json.decode(self._store.get(key(epoch)), type=Entry)
+        return msgspec.json.decode(self._store.get(key(epoch)), type=ViewEntry)
 
     def epochs_of(self, name: str, life: int) -> Iterator[int]:
         """Yield the epoch in which a life joined, each time that it is asked; -1 as long as the life has not joined."""
@@ -80,7 +80,7 @@ class ViewLog:
             if not entry.has(name, joined):
                 return
             others = {other: member for other, member in entry.members.items() if other != name}
-            if self._propose(epoch + 1, Entry(others, why)):
+            if self._propose(epoch + 1, ViewEntry(others, why)):
                 return
 
     def join(self, name: str, life: int) -> int:
@@ -92,10 +92,10 @@ class ViewLog:
                 self.remove(name, entry.members[name].joined, f"life {life} of {name} wants to join")
                 continue
             members = entry.members | {name: Member(epoch + 1, life)}
-            if self._propose(epoch + 1, Entry(members, f"{name} has joined (its life {life})")):
+            if self._propose(epoch + 1, ViewEntry(members, f"{name} has joined (its life {life})")):
                 return epoch + 1
 
-    def _propose(self, epoch: int, entry: Entry) -> bool:
+    def _propose(self, epoch: int, entry: ViewEntry) -> bool:
         """Write an entry, unless this epoch already has an entry. Return whether the log now has this entry."""
         text = msgspec.json.encode(entry)
         return bool(self._store.compare_set(key(epoch), "", text.decode()) == text)

@@ -79,8 +79,8 @@ class Watch:
 
     def __init__(self, group: dist.ProcessGroup, boxes: Boxes, start: Start) -> None:
         self._group, self._start, self.has_links = group, start, len(boxes) > 1
-        several = any(not isinstance(box, int) and len(box) > 1 for box in boxes)
-        self._boxes = named_boxes(boxes) if several and len(boxes) > 1 else ""
+        has_boxes = any(not isinstance(box, int) and len(box) > 1 for box in boxes)
+        self._boxes = named_boxes(boxes) if has_boxes and len(boxes) > 1 else ""
         self.amended: dict[Key, str] = {}
         self._names: dict[Key, str] = {}
         self._seconds: dict[Key, list[float]] = {}
@@ -107,10 +107,10 @@ class Watch:
         of the group must call this with the same step, between collectives."""
         medians = {key: statistics.median(each) for key, each in self._seconds.items()}
         self._seconds.clear()
-        every = gather_everywhere(medians, self._group)
+        times_of_ranks = gather_everywhere(medians, self._group)
         switches = []
-        for key in sorted(set.intersection(*(set(times) for times in every))):
-            now_s, usual_s = min(times[key] for times in every), self._usual.get(key)
+        for key in sorted(set.intersection(*(set(times) for times in times_of_ranks))):
+            now_s, usual_s = min(times[key] for times in times_of_ranks), self._usual.get(key)
             if usual_s is None:
                 self._usual[key] = now_s
             elif max(now_s, usual_s) <= FACTOR * min(now_s, usual_s) or abs(now_s - usual_s) <= LEAST_S:
@@ -148,5 +148,5 @@ class Watch:
                     work.wait()
                 tries.append(time.perf_counter() - begun)
             seconds[name] = min(tries[1:])
-        every = gather_everywhere(seconds, self._group)
-        return {name: max(times[name] for times in every) for name in seconds}
+        times_of_ranks = gather_everywhere(seconds, self._group)
+        return {name: max(times[name] for times in times_of_ranks) for name in seconds}

@@ -25,7 +25,7 @@ from meshwright.comm import pytorch_flight
 from meshwright.comm.far_flights import FarFlights
 from meshwright.comm.flights import Flights
 from meshwright.comm.stacks import SignalledStacks, main_stack
-from meshwright.comm.transport.connections import Connection, connections, described
+from meshwright.comm.transport.connections import TcpConnection, connections, described
 from meshwright.comm.transport.flight_recorder import FlightRecorder
 from meshwright.comm.transport.progress import RankStreams
 from meshwright.errors import RankError
@@ -76,7 +76,7 @@ class Watchdog:
         self._flights = Flights(store.clone(), self.recorder, rank, size, box, self._stacks.descriptor, folder)
         self._store, self._far = store, None  # type: Any, FarFlights | None
         self._all_known = False
-        self._connections: tuple[float, dict[str, Connection]] = time.monotonic(), {}
+        self._connections: tuple[float, dict[str, TcpConnection]] = time.monotonic(), {}
         self._noted_s, self._answered = 0.0, 0
         self._before: tuple[object, ...] | None = None
         self._next_s = self._asked_s = 0.0

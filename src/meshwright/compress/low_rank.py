@@ -60,9 +60,9 @@ def orthogonalize(factor: Tensor) -> None:
         norm = _norm(column)
         for _ in range(2):
             column.sub_(before @ (before.t() @ column))
-        rest = _norm(column)
-        keep = ~(rest <= tiny * norm)
-        column.mul_(torch.where(keep, 1 / torch.where(keep, rest, 1.0), 0.0))
+        residual_norm = _norm(column)
+        keep = ~(residual_norm <= tiny * norm)
+        column.mul_(torch.where(keep, 1 / torch.where(keep, residual_norm, 1.0), 0.0))
 
 
 def _norm(column: Tensor) -> Tensor:

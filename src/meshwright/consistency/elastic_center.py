@@ -209,14 +209,14 @@ class ElasticCenterExchange(PeerExchange[ElasticAverage]):
         for (replica, serial), change in list(self._unconfirmed.items()):
             self._reply(replica, serial, change)
 
-    def _exchange(self, replica: int, serial: int, theirs: Sequence[Tensor]) -> None:
+    def _exchange(self, replica: int, serial: int, values: Sequence[Tensor]) -> None:
         """As head: move the center and a replica's parameters toward each other, or send the earlier answer again."""
         if (change := self._unconfirmed.get((replica, serial))) is not None:
             self._reply(replica, serial, change)
         elif self.applied.get(replica, 0) >= serial:  # it was forgotten before a checkpoint: continue without it
-            self._reply(replica, serial, [torch.zeros_like(own) for own in theirs])
+            self._reply(replica, serial, [torch.zeros_like(own) for own in values])
         else:
-            change = [(own - center) * self.rule.alpha for own, center in zip(theirs, self.center, strict=True)]
+            change = [(own - center) * self.rule.alpha for own, center in zip(values, self.center, strict=True)]
             self._pass_on(replica, serial, change)
 
     def _pass_on(self, replica: int, serial: int, change: Sequence[Tensor]) -> None:

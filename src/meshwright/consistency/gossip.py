@@ -42,7 +42,7 @@ class GossipExchange(PeerExchange[Gossip]):
         check_topology(rule, num_replicas, f"consistency {str(rule)!r}")
         super().__init__(rule, mailbox, replica, num_replicas, wait_s=wait_s)
         self.waits_for_all = rule.staleness != ASYNC
-        self._came: dict[tuple[int, int], list[Tensor]] = {}
+        self._received: dict[tuple[int, int], list[Tensor]] = {}
         """Neighbours' parameters, by clock and replica."""
         self._own: dict[int, list[Tensor]] = {}
         """This replica's parameters that are not yet mixed, by clock."""
@@ -75,10 +75,14 @@ class GossipExchange(PeerExchange[Gossip]):
         version, row = clock - rule.staleness, weights(rule, self.members, self.replica, clock - 1)
         if (own := self._own.get(version)) is not None:
             damping = max(1, 2 * rule.staleness - 1)
-            came = [(row[peer] / damping, self._came[version, peer]) for peer in row if (version, peer) in self._came]
-            _attract(parameters, own, came)
+            received = [
+                (row[peer] / damping, self._received[version, peer])
+                for peer in row
+                if (version, peer) in self._received
+            ]
+            _attract(parameters, own, received)
         self._own = {key: value for key, value in self._own.items() if key > version}
-        self._came = {key: value for key, value in self._came.items() if key[0] > version}
+        self._received = {key: value for key, value in self._received.items() if key[0] > version}
         return own is not None
 
     def take(self, letter: Letter) -> None:
@@ -89,8 +93,8 @@ class GossipExchange(PeerExchange[Gossip]):
         sender, clock = replica_number(letter.sender), letter.numbers[0]
         self.heard(sender, clock)
         if self.rule.staleness == ASYNC:  # only the newest is needed
-            self._came = {key: value for key, value in self._came.items() if key[1] != sender}
-        self._came[clock, sender] = list(letter.tensors)
+            self._received = {key: value for key, value in self._received.items() if key[1] != sender}
+        self._received[clock, sender] = list(letter.tensors)
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         """See ``Exchange``. Parameters that other replicas had not yet mixed are lost for them."""
@@ -105,20 +109,20 @@ class GossipExchange(PeerExchange[Gossip]):
         self._handed = clock
 
     def _mix_what_has_come(self, parameters: Sequence[Tensor]) -> bool:
-        came, self._came = sorted(self._came.items(), key=lambda item: item[0][1]), {}
+        received, self._received = sorted(self._received.items(), key=lambda item: item[0][1]), {}
         row = weights(self.rule, self.members, self.replica, self.clocks[self.replica] - 1)
         if self.rule.topology in ("one-peer", "random"):  # the sender's step has chosen this replica
-            row = {peer: 1 / (1 + len(came)) for (_, peer), _ in came}
-        _attract(parameters, list(parameters), [(row.get(peer, 0.0), theirs) for (_, peer), theirs in came])
-        return bool(came)
+            row = {peer: 1 / (1 + len(received)) for (_, peer), _ in received}
+        _attract(parameters, list(parameters), [(row.get(peer, 0.0), theirs) for (_, peer), theirs in received])
+        return bool(received)
 
 
 def _attract(
-    parameters: Sequence[Tensor], own: Sequence[Tensor], came: Sequence[tuple[float, Sequence[Tensor]]]
+    parameters: Sequence[Tensor], own: Sequence[Tensor], received: Sequence[tuple[float, Sequence[Tensor]]]
 ) -> None:
-    """Add weight * (theirs - own) to the parameters, for each of ``came``."""
+    """Add weight * (theirs - own) to the parameters, for each of ``received``."""
     for index, parameter in enumerate(parameters):
         change = torch.zeros_like(parameter)
-        for weight, theirs in came:
+        for weight, theirs in received:
             change.add_(theirs[index] - own[index], alpha=weight)
         parameter.add_(change)

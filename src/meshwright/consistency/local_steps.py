@@ -8,7 +8,7 @@ from torch import Tensor
 from meshwright.comm.mailbox import WAIT_S, Letter, Mailbox
 from meshwright.consistency.mean import Mean
 from meshwright.consistency.peers import PeerExchange, R
-from meshwright.consistency.rounds import Result, segment
+from meshwright.consistency.rounds import RoundMean, segment
 from meshwright.ir.consistency import DiLoCo, Local
 from meshwright.schedules.clocks import fragment_due
 
@@ -27,7 +27,7 @@ class MeanExchange(PeerExchange[R]):
         super().join()
         self.mean.join()
 
-    def finish(self, number: int, clock: int) -> Result:
+    def finish(self, number: int, clock: int) -> RoundMean:
         """Wait for the mean that replicas begin at a clock."""
         self._wait(lambda: self.mean.is_finished(number), f"mean {number} over the replicas")
         result = self.mean.claim(number)

@@ -33,7 +33,7 @@ from torch import Tensor
 from meshwright.comm.mailbox import Letter, Mailbox, replica_name, replica_number, replicas_of
 from meshwright.compress.coder import draw_of
 from meshwright.consistency.coded import decoded, encoded
-from meshwright.consistency.rounds import Kinds, Parts, Result, Round, kinds_of, parts_at, wide
+from meshwright.consistency.rounds import Kinds, OpenRound, Parts, RoundMean, kinds_of, parts_at, wide
 from meshwright.ir.codec import Codec, codec_of
 
 
@@ -47,9 +47,9 @@ class Mean:
     def __init__(self, mailbox: Mailbox, replica: int, codec: str = "") -> None:
         self._mailbox, self._replica, self._joins = mailbox, replica, False
         self._codec: Codec | None = codec_of(codec) if codec else None
-        self._rounds: dict[int, Round] = {}
+        self._rounds: dict[int, OpenRound] = {}
         self._early: dict[int, list[Letter]] = {}
-        self._results: dict[int, Result] = {}
+        self._results: dict[int, RoundMean] = {}
         self._unclaimed: dict[int, int] = {}
         """The slots of the rounds whose mean this replica has not yet claimed."""
         self._next = 0
@@ -74,7 +74,7 @@ class Mean:
         number, self._next = self._next, self._next + 1
         self._unclaimed[number] = slot
         if number not in self._rounds and number not in self._results:  # this replica may have helped in it before
-            self._begin(Round(number, slot, values))
+            self._begin(OpenRound(number, slot, values))
         return number
 
     def is_finished(self, number: int) -> bool:
@@ -87,7 +87,7 @@ class Mean:
         self.look()
         return all(self._needs.get(member, 0) >= self._next for member in self._members if member != self._replica)
 
-    def claim(self, number: int) -> Result:
+    def claim(self, number: int) -> RoundMean:
         """The mean of a finished round. It can be claimed once. Copy its tensors before you change them, unless no
         other replica can still ask for them."""
         del self._unclaimed[number]
@@ -103,7 +103,7 @@ class Mean:
             case "mean!":
                 number, epoch, count, *members = letter.numbers
                 if number not in self._over and number >= self._floor:
-                    self._finish(number, Result(epoch, tuple(members), count, list(letter.tensors)))
+                    self._finish(number, RoundMean(epoch, tuple(members), count, list(letter.tensors)))
             case "mean.":
                 self._needs[replica_number(letter.sender)] = letter.numbers[0]
                 self._forget()
@@ -166,11 +166,11 @@ class Mean:
             number, (slot, count) = int(first), map(int, rest)
             self._unclaimed[number] = slot
             if what == "mean":
-                self._results.setdefault(number, Result(-1, tuple(self._members), count, tensors))
+                self._results.setdefault(number, RoundMean(-1, tuple(self._members), count, tensors))
                 self._over.add(number)
                 self._rounds.pop(number, None)
             elif what == "values" and not self._joins:
-                self._begin(Round(number, slot, tensors))
+                self._begin(OpenRound(number, slot, tensors))
         self._joins = False
         self._say_what_is_needed()
 
@@ -180,7 +180,7 @@ class Mean:
     def _members(self) -> list[int]:
         return replicas_of(self._mailbox.view.members)
 
-    def _begin(self, round_: Round) -> None:
+    def _begin(self, round_: OpenRound) -> None:
         """Begin an attempt among the members of the view: send each member its segment."""
         self._rounds[round_.number] = round_
         view = self._mailbox.view
@@ -195,7 +195,7 @@ class Mean:
                 self._mailbox.send(replica_name(member), "mean+", numbers, tensors, kinds.text if weight else "")
         self._go_on(round_)
 
-    def _segments(self, round_: Round) -> list[Parts] | None:
+    def _segments(self, round_: OpenRound) -> list[Parts] | None:
         """The messages of all segments of this replica's values. Its own segment becomes a contribution."""
         if round_.values is None:
             round_.contributions[self._replica] = None
@@ -241,9 +241,9 @@ class Mean:
         if number in self._rounds:
             self._go_on(self._rounds[number])
         elif self._joins or number < self._next:
-            self._begin(Round(number, 0, None))
+            self._begin(OpenRound(number, 0, None))
 
-    def _go_on(self, round_: Round) -> None:
+    def _go_on(self, round_: OpenRound) -> None:
         """Take the letters of this attempt that have arrived. Add up this replica's segment, and end the round, if all
         parts have arrived."""
         self._take_early(round_)
@@ -256,9 +256,9 @@ class Mean:
         if len(round_.means) == len(members):
             columns = zip(*(round_.means[member] for member in members), strict=True)
             means = [torch.cat(column) for column in columns]
-            self._finish(round_.number, Result(round_.epoch, tuple(members), round_.count, means))
+            self._finish(round_.number, RoundMean(round_.epoch, tuple(members), round_.count, means))
 
-    def _take_early(self, round_: Round) -> None:
+    def _take_early(self, round_: OpenRound) -> None:
         later = []
         for letter in self._early.pop(round_.number, []):
             number, epoch, count, *lengths = letter.numbers
@@ -288,7 +288,7 @@ class Mean:
             for message, (begin, end), dtype in zip(letter.tensors, spans, kinds.dtypes, strict=True)
         ]
 
-    def _add_up(self, round_: Round, count: int) -> None:
+    def _add_up(self, round_: OpenRound, count: int) -> None:
         """Compute the mean of this replica's segment for all replicas."""
         kinds, members = round_.kinds, round_.members
         own = members.index(self._replica)
@@ -323,7 +323,7 @@ class Mean:
 
     # --- the end of a round ------------------------------------------------------------------------------------------
 
-    def _finish(self, number: int, result: Result) -> None:
+    def _finish(self, number: int, result: RoundMean) -> None:
         round_ = self._rounds.pop(number, None)
         self._results[number] = result
         self._over.add(number)

@@ -42,7 +42,7 @@ class PushSumExchange(PeerExchange[Gossip]):
         self.waits_for_all = rule.staleness != ASYNC
         self.weight = 1.0
         self._parameters: Sequence[Tensor] = ()
-        self._came: list[tuple[int, int, tuple[Tensor, ...]]] = []
+        self._shares: list[tuple[int, int, tuple[Tensor, ...]]] = []
         """Shares that are not yet added: the clock and the replica that sent them, and the tensors."""
         self._begged: list[str] = []
         self._handed = 0
@@ -71,7 +71,7 @@ class PushSumExchange(PeerExchange[Gossip]):
                 break
             giver = replica_name(min(others, key=lambda peer: (joined[replica_name(peer)], peer)))
             self.mailbox.send(giver, "mass?")
-            self._wait(lambda giver=giver: bool(self._came) or giver not in self.mailbox.view.members, "a first mass")  # type: ignore[misc]
+            self._wait(lambda giver=giver: bool(self._shares) or giver not in self.mailbox.view.members, "a first mass")  # type: ignore[misc]
             self._add_shares(2**62)
         self._give()
 
@@ -100,7 +100,7 @@ class PushSumExchange(PeerExchange[Gossip]):
                 sender, clock = replica_number(letter.sender), letter.numbers[0]
                 if clock:  # otherwise it is the first mass of this replica
                     self.heard(sender, clock)
-                self._came.append((clock, sender, letter.tensors))
+                self._shares.append((clock, sender, letter.tensors))
             case "mass?":
                 self._begged.append(letter.sender)
                 self._give()
@@ -132,14 +132,14 @@ class PushSumExchange(PeerExchange[Gossip]):
 
     def _add_shares(self, clock: int) -> bool:
         """Add the shares that were sent up to a clock. Return whether parameters have changed."""
-        came = sorted((share for share in self._came if share[0] <= clock), key=lambda share: share[:2])
-        if not came:
+        shares = sorted((share for share in self._shares if share[0] <= clock), key=lambda share: share[:2])
+        if not shares:
             return False
-        self._came = [share for share in self._came if share[0] > clock]
-        total = self.weight + sum(float(tensors[-1]) for *_, tensors in came)
+        self._shares = [share for share in self._shares if share[0] > clock]
+        total = self.weight + sum(float(tensors[-1]) for *_, tensors in shares)
         for index, parameter in enumerate(self._parameters):
             mass = parameter * self.weight
-            for *_, tensors in came:
+            for *_, tensors in shares:
                 mass.add_(tensors[index])
             parameter.copy_(mass.div_(total))
         self.weight = total

@@ -12,7 +12,7 @@ Named = Sequence[Sequence[tuple[str, int]]]
 """The parameters of each flat tensor, in order: their names and numbers of elements."""
 
 
-class Span(NamedTuple):
+class ElementSpan(NamedTuple):
     """The elements from ``begin`` to ``end`` of a flat tensor."""
 
     flat: int
@@ -20,18 +20,18 @@ class Span(NamedTuple):
     end: int
 
 
-def key_ranges(sizes: Sequence[int], servers: int) -> list[list[Span]]:
+def key_ranges(sizes: Sequence[int], servers: int) -> list[list[ElementSpan]]:
     """Cut flat tensors of these sizes into ``servers`` ranges. The lengths of two ranges differ by at most 1. A range
     may have parts of several tensors. It has no part if there are more servers than elements."""
     total = sum(sizes)
     bounds = [total * index // servers for index in range(servers + 1)]
-    ranges: list[list[Span]] = []
+    ranges: list[list[ElementSpan]] = []
     for low, high in pairwise(bounds):
         spans, before = [], 0
         for flat, size in enumerate(sizes):
             begin, end = max(low - before, 0), min(high - before, size)
             if begin < end:
-                spans.append(Span(flat, begin, end))
+                spans.append(ElementSpan(flat, begin, end))
             before += size
         ranges.append(spans)
     return ranges
@@ -48,12 +48,12 @@ def check_servers(servers: int, num_elements: int) -> None:
         raise PlanError(problem, where="consistency", remedy=f"give at most {num_elements} servers")
 
 
-def parts(flats: Sequence[Tensor], spans: Sequence[Span]) -> list[Tensor]:
+def parts(flats: Sequence[Tensor], spans: Sequence[ElementSpan]) -> list[Tensor]:
     """The elements of a range, as views of the flat tensors."""
     return [flats[flat][begin:end] for flat, begin, end in spans]
 
 
-def pieces(named: Named, spans: Sequence[Span], tensors: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
+def pieces(named: Named, spans: Sequence[ElementSpan], tensors: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
     """The parameters in a range: the name of each, and its part in the range, as a view of ``tensors``, the elements of
     the range."""
     for (flat, begin, end), tensor in zip(spans, tensors, strict=True):

@@ -73,9 +73,9 @@ class Requests:
         view = self._mailbox.view
         living = living_copies(view, index)
         if not living:
-            said = "its only copy has" if self._copies == 1 else f"all its {self._copies} copies have"
+            copies = "its only copy has" if self._copies == 1 else f"all its {self._copies} copies have"
             raise LostRankError(
-                f"range {index} of the parameters is lost: {said} died",
+                f"range {index} of the parameters is lost: {copies} died",
                 where=f"server {index}.0",
                 remedy=f"start again from the last checkpoint; copies={self._copies + 1} would have survived this",
             )

@@ -10,7 +10,7 @@ Parts = list[Tensor]
 """One segment of each tensor."""
 
 
-class Result(NamedTuple):
+class RoundMean(NamedTuple):
     """A mean: the epoch and the members of the view in which it was computed, the number of contributors, and the mean
     of each tensor."""
 
@@ -20,7 +20,7 @@ class Result(NamedTuple):
     tensors: list[Tensor]
 
 
-class Round:
+class OpenRound:
     """A round that has not finished. ``values`` are None if this replica only helps others."""
 
     def __init__(self, number: int, slot: int, values: Sequence[Tensor] | None) -> None:

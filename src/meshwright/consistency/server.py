@@ -8,7 +8,7 @@ from torch import Tensor
 from meshwright.comm.mailbox import WAIT_S, Letter, Mailbox
 from meshwright.consistency.base import Exchange
 from meshwright.consistency.range_state import OperationKind
-from meshwright.consistency.ranges import Span, key_ranges, parts
+from meshwright.consistency.ranges import ElementSpan, key_ranges, parts
 from meshwright.consistency.requests import Requests
 from meshwright.errors import CheckpointError
 from meshwright.ir.consistency import Server
@@ -129,5 +129,5 @@ class ServerExchange(Exchange[Server]):
         self._num_reads += 1
         return self._num_reads
 
-    def _ranges(self, flats: Sequence[Tensor]) -> list[list[Span]]:
+    def _ranges(self, flats: Sequence[Tensor]) -> list[list[ElementSpan]]:
         return key_ranges([flat.numel() for flat in flats], self.rule.servers)

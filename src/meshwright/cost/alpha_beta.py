@@ -37,7 +37,7 @@ def gamma_s_per_byte(device: Device) -> float:
     return 3 / device.memory_bandwidth_bytes_per_s
 
 
-class Round(NamedTuple):
+class RoundMessages(NamedTuple):
     """The messages that the busiest rank sends in a round: ``times`` messages to each rank at ``distances``. Each
     message carries the fraction ``share`` of the vector. ``adds``: the receiver adds the message to its own data.
     Messages over different levels travel at the same time. ``everyone``: ranks send over all levels up to the level of
@@ -55,38 +55,38 @@ def _doubling(p: int) -> list[int]:
     return [2**power for power in range(p.bit_length() - 1)]
 
 
-def _mirrored(scatter: Sequence[Round]) -> list[Round]:
+def _mirrored(scatter: Sequence[RoundMessages]) -> list[RoundMessages]:
     """A reduce-scatter, followed by the all-gather with the same rounds in reverse."""
     return [*scatter, *_copied(reversed(scatter))]
 
 
-def _copied(rounds: Iterable[Round]) -> list[Round]:
+def _copied(rounds: Iterable[RoundMessages]) -> list[RoundMessages]:
     return [this_round._replace(adds=False) for this_round in rounds]
 
 
-def _halving(p: int) -> list[Round]:
-    return [Round((distance,), distance / p, True) for distance in reversed(_doubling(p))]
+def _halving(p: int) -> list[RoundMessages]:
+    return [RoundMessages((distance,), distance / p, True) for distance in reversed(_doubling(p))]
 
 
-def _around(p: int) -> list[Round]:
+def _around(p: int) -> list[RoundMessages]:
     """Every rank sends each other rank the part that this rank owns, in one message."""
-    return [Round((p - 1,), 1 / p, True, p - 1, everyone=True)]
+    return [RoundMessages((p - 1,), 1 / p, True, p - 1, everyone=True)]
 
 
-_Rounds = Callable[[int], list[Round]]
+_Rounds = Callable[[int], list[RoundMessages]]
 _SCATTERS: Mapping[str, _Rounds] = {"star": _around, "partitioned": _around, "ring": _around, "halving": _halving}
 _ALL_REDUCES: Mapping[str, _Rounds] = {
-    "star": lambda p: _mirrored([Round(tuple(range(1, p)), 1.0, True)]),
+    "star": lambda p: _mirrored([RoundMessages(tuple(range(1, p)), 1.0, True)]),
     "shares": lambda p: _mirrored(_around(p)),
     "partitioned": lambda p: _mirrored(_around(p)),
     "ring": lambda p: _mirrored(_around(p)),
-    "tree": lambda p: _mirrored([Round((distance,), 1.0, True) for distance in _doubling(p)]),
-    "butterfly": lambda p: [Round((distance,), 1.0, True) for distance in _doubling(p)],
+    "tree": lambda p: _mirrored([RoundMessages((distance,), 1.0, True) for distance in _doubling(p)]),
+    "butterfly": lambda p: [RoundMessages((distance,), 1.0, True) for distance in _doubling(p)],
     "rabenseifner": lambda p: _mirrored(_halving(p)),
 }
 
 
-def rounds_of(operation: str, algorithm: str, p: int) -> list[Round] | None:
+def rounds_of(operation: str, algorithm: str, p: int) -> list[RoundMessages] | None:
     """The rounds of the busiest of ``p`` ranks. None if there is no closed form, because ``p`` is not a power of two,
     or the algorithm cuts the vector into pieces."""
     if p & (p - 1):
@@ -195,12 +195,12 @@ def _fan_outs(leveled: Leveled) -> tuple[int, ...]:
     return tuple(sizes) if leveled.pieces == 1 and nested(sizes) == leveled.boxes else (0,)
 
 
-def _along(operation: str, inside: str, across: str, fan_outs: Sequence[int]) -> list[Round]:
+def _along(operation: str, inside: str, across: str, fan_outs: Sequence[int]) -> list[RoundMessages]:
     """The rounds of a hierarchical collective: a reduce-scatter inside every level but the outermost, ``across`` on the
     outermost level, and then all-gathers inside. In a reduce-scatter or an all-gather, each rank owns a fixed part of
     the vector. The data for another rank then lie in several pieces, each of which is a message."""
     whole = operation == "all_reduce"
-    up, stride, outside = list[Round](), 1, math.prod(fan_outs)
+    up, stride, outside = list[RoundMessages](), 1, math.prod(fan_outs)
     for fan in fan_outs[:-1]:
         outside //= fan
         up += _wider(_SCATTERS[inside](fan), stride, 1 if whole else outside)
@@ -213,10 +213,10 @@ def _along(operation: str, inside: str, across: str, fan_outs: Sequence[int]) ->
     return up if operation == "reduce_scatter" else _copied(reversed(up))
 
 
-def _wider(rounds: Sequence[Round], stride: int, pieces: int = 1) -> list[Round]:
+def _wider(rounds: Sequence[RoundMessages], stride: int, pieces: int = 1) -> list[RoundMessages]:
     """The rounds on an outer level, on which ranks are ``stride`` apart and each holds 1 / ``stride`` of the vector."""
     return [
-        Round(
+        RoundMessages(
             tuple(distance * stride for distance in this_round.distances),
             this_round.share / stride / pieces,
             this_round.adds,

@@ -42,8 +42,8 @@ def emitted_kernels(kernel: Kernel, on_cpu: bool, cudnn_speed: float) -> Iterato
     if repeated:  # copies of keys and values, and in backward the sums of their gradients
         backward = kernel.kind == "attention_backward"
         yield Kernel("copy", dtype, 0.0, 2 * repeated * (1 + backward), 2 * (1 + backward))
-    every = sizes.queries * sizes.keys
-    fraction = computed_fraction(sizes.pairs or every, sizes.queries, sizes.keys, on_cpu)
+    all_pairs = sizes.queries * sizes.keys
+    fraction = computed_fraction(sizes.pairs or all_pairs, sizes.queries, sizes.keys, on_cpu)
     speed = 1.0 if on_cpu else cudnn_speed if algorithm == CUDNN else SPEED[algorithm]
     yield msgspec.structs.replace(kernel, flops=kernel.flops * fraction / speed, attention=None)
 

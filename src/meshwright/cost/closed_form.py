@@ -7,12 +7,12 @@ import msgspec
 
 from meshwright.cost.collective import Network
 from meshwright.cost.fabric import Fabric, axis_group, piece_s
-from meshwright.cost.overlap import StagePiece, Streams, end_together
+from meshwright.cost.overlap import RankClocks, StagePiece, end_together
 from meshwright.cost.work import Communicate, Compute, Piece, StepWork, Wait
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.schedule import ActionKind, Schedule
-from meshwright.schedules.timing import Order, order_of
+from meshwright.schedules.timing import ActionOrder, order_of
 
 _SUMS = ActionKind.REDUCE_GRAD.value
 
@@ -49,9 +49,9 @@ def predict_steps(
     work: StepWork, schedules: Sequence[Schedule], mesh: Mesh, cluster: Cluster, *, overlap: bool = False
 ) -> list[Predicted]:  # fmt: skip
     """``predict_step`` for schedules that differ only in their number of micro-batches."""
-    every = (_beside if overlap else _in_turn)(work, schedules, Fabric(cluster, mesh))
+    predictions = (_beside if overlap else _in_turn)(work, schedules, Fabric(cluster, mesh))
     more_s = cluster.software.step_s
-    return [msgspec.structs.replace(predicted, step_s=predicted.step_s + more_s) for predicted in every]
+    return [msgspec.structs.replace(predicted, step_s=predicted.step_s + more_s) for predicted in predictions]
 
 
 def _in_turn(work: StepWork, schedules: Sequence[Schedule], fabric: Fabric) -> Iterator[Predicted]:
@@ -72,8 +72,10 @@ def _in_turn(work: StepWork, schedules: Sequence[Schedule], fabric: Fabric) -> I
 
     outside = []
     for rank, stages in enumerate(_stages(homes, len(schedules[0].ranks))):
-        rest = [piece for stage in stages for piece in (*work.stages[stage].before, *work.stages[stage].after)]
-        outside.append((fabric.pieces_s(rest, rank), _computing_s(rest)))
+        pieces_outside = [
+            piece for stage in stages for piece in (*work.stages[stage].before, *work.stages[stage].after)
+        ]
+        outside.append((fabric.pieces_s(pieces_outside, rank), _computing_s(pieces_outside)))
     for schedule in schedules:
         order = order_of(schedule)
         costs = [cost(*each) for each in order.distinct]
@@ -88,9 +90,9 @@ def _beside(work: StepWork, schedules: Sequence[Schedule], fabric: Fabric) -> It
     homes = schedules[0].homes
 
     @cache
-    def action(number: int, kind: ActionKind) -> Streams:
+    def action(number: int, kind: ActionKind) -> RankClocks:
         pieces = work.stages[number].pieces.get(kind.value, ()) if kind.computes else ()
-        return Streams(fabric, homes[number]).run(number, pieces)
+        return RankClocks(fabric, homes[number]).run(number, pieces)
 
     @cache
     def cost(number: int, kind: ActionKind) -> tuple[float, float]:
@@ -110,12 +112,12 @@ def _beside(work: StepWork, schedules: Sequence[Schedule], fabric: Fabric) -> It
     begins, outside, last, after = [], [], [], []
     for rank, stages in enumerate(_stages(homes, len(schedules[0].ranks))):
         before = [(stage, piece) for stage in stages for piece in work.stages[stage].before]
-        begins.append(_run_alone(Streams(fabric, rank), before))
+        begins.append(_run_alone(RankClocks(fabric, rank), before))
         reduced = [each.stage for each in schedules[0].ranks[rank] if each.kind is ActionKind.REDUCE_GRAD]
         sums = [(stage, piece) for stage in reduced for piece in work.stages[stage].pieces.get(_SUMS, ())]
         after.append([*sums, *((stage, piece) for stage in stages for piece in work.stages[stage].after)])
         acting = [each for each in schedules[0].ranks[rank] if each.kind.computes]
-        last.append(action(acting[-1].stage, acting[-1].kind) if acting else Streams(fabric, rank))
+        last.append(action(acting[-1].stage, acting[-1].kind) if acting else RankClocks(fabric, rank))
         seconds = begins[-1] + _run_alone(last[-1].continued(0.0), after[-1])
         outside.append((seconds, _computing_s(piece for _, piece in (*before, *after[-1]))))
     for schedule in schedules:
@@ -127,7 +129,7 @@ def _beside(work: StepWork, schedules: Sequence[Schedule], fabric: Fabric) -> It
         yield _predicted(max(clock.now_s for clock in clocks), order, costs, outside)
 
 
-def _run_alone(streams: Streams, pieces: Iterable[StagePiece]) -> float:
+def _run_alone(streams: RankClocks, pieces: Iterable[StagePiece]) -> float:
     """The seconds after a rank has run these pieces without waiting for other stages."""
     for stage, piece in pieces:
         streams.run(stage, [piece])
@@ -140,7 +142,7 @@ def _stages(homes: Mapping[int, int], num_ranks: int) -> list[list[int]]:
 
 
 def _predicted(
-    step_s: float, order: Order, costs: Sequence[tuple[float, float]], outside: Sequence[tuple[float, float]]
+    step_s: float, order: ActionOrder, costs: Sequence[tuple[float, float]], outside: Sequence[tuple[float, float]]
 ) -> Predicted:  # fmt: skip
     """A step. ``costs`` has the seconds of each kind of action, and the seconds of computing in it. ``outside`` has the
     same for the work of each rank before and after its actions."""

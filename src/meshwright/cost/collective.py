@@ -11,7 +11,7 @@ from meshwright.cost.alpha_beta import Carried, Hop, coded_steps_s, gamma_s_per_
 from meshwright.ir.cluster import NETWORK, Cluster
 from meshwright.ir.level import Level
 from meshwright.ir.program import CollectiveKind
-from meshwright.ir.resharding import Link
+from meshwright.ir.resharding import AxisLink
 from meshwright.schedules.collectives.choice import CHOSEN, NATIVE, runs, written
 
 START_S = 28e-6
@@ -154,12 +154,12 @@ class Network:
             return self._factor * message_s
         return 0.0
 
-    def link(self, group: Group) -> Link:
+    def link(self, group: Group) -> AxisLink:
         """Latency and seconds per byte of a group, for the search for cheap resharding. They follow from an all-reduce
         of 0 bytes and an all-reduce of ``LARGE_BYTES``."""
         least, most = (self.collective_s("all_reduce", num_bytes, group) for num_bytes in (0, LARGE_BYTES))
         sent = 2 * (group.size - 1) / group.size * LARGE_BYTES
-        return Link(latency_s=least / (2 * math.ceil(math.log2(group.size))), byte_s=max(0.0, most - least) / sent)
+        return AxisLink(latency_s=least / (2 * math.ceil(math.log2(group.size))), byte_s=max(0.0, most - least) / sent)
 
     def algorithms(self, group: Group) -> str:
         """The fastest algorithms by operation and vector size, as text for a plan

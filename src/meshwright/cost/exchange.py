@@ -54,13 +54,13 @@ def fastest(
     network: Network, text: str, operation: CollectiveKind, num_bytes: float, group: Group, item_bytes: int
 ) -> CodedElements:
     """The coded elements of a collective, with the algorithm that is fastest for them."""
-    every = [
+    candidates = [
         elements_of(text, name, num_bytes, item_bytes)
         for name in algorithms(codec_of(text), operation, group.size, network.fan_outs(group))
     ]
-    if len(every) == 1:
-        return every[0]
-    return min(every, key=lambda elements: coded_s(network, operation, num_bytes, group, elements))
+    if len(candidates) == 1:
+        return candidates[0]
+    return min(candidates, key=lambda elements: coded_s(network, operation, num_bytes, group, elements))
 
 
 class GradientExchange(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,12 +24,13 @@ from meshwright.ir.program import Collective, Node, Program
 class Moment(NamedTuple):
     """A piece of compute, and the event at its end. After ``compute_s`` seconds, one of three events happens: the stage
     waits for collectives that belong to no bucket (``others``: axis and seconds); it needs the gathered parameters
-    ``wanted``; or it has computed the gradients of the parameters ``made``."""
+    ``wanted``; or it has computed the gradients of the parameters in
+    ``gradients``."""
 
     compute_s: float
     others: tuple[tuple[str, float], ...] = ()
     wanted: tuple[str, ...] = ()
-    made: tuple[str, ...] = ()
+    gradients: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -83,10 +84,10 @@ def stage_actions(program: Program, plan: Plan, cluster: Cluster) -> tuple[Actio
         pending: list[Node] = []
 
         def add(
-            others: tuple[tuple[str, float], ...] = (), wanted: tuple[str, ...] = (), made: tuple[str, ...] = ()
+            others: tuple[tuple[str, float], ...] = (), wanted: tuple[str, ...] = (), gradients: tuple[str, ...] = ()
         ) -> None:
             cost = costs.of(pending)
-            timeline.append(Moment(cost.seconds, others, wanted, made))
+            timeline.append(Moment(cost.seconds, others, wanted, gradients))
             launches_s.append(costs.launch_s * cost.launches)
             pending.clear()
 
@@ -97,7 +98,7 @@ def stage_actions(program: Program, plan: Plan, cluster: Cluster) -> tuple[Actio
             if node.starts is not None:
                 begun[node.name] = node.starts
                 if (gradients := reduced.get((node.starts.axis, node.starts.label))) is not None:
-                    add(made=gradients)
+                    add(gradients=gradients)
             if node.waits:
                 collective = begun[node.waits]
                 if (wanted := gathered.get((collective.axis, collective.label))) is not None:
@@ -162,8 +163,8 @@ _Choice = tuple[BucketTransfer, ...]
 
 
 def _by_parameter(choices: Iterable[Sequence[BucketTransfer]]) -> dict[str, _Choice]:
-    every = [tuple(choice) for choice in choices]
-    return {name: choice for choice in every for name in choice[0].parameters}
+    choice_tuples = [tuple(choice) for choice in choices]
+    return {name: choice for choice in choice_tuples for name in choice[0].parameters}
 
 
 def _lines(action: Actions, gathered: Mapping[str, _Choice], reduced: Mapping[str, _Choice]) -> list["_Line"]:
@@ -171,7 +172,7 @@ def _lines(action: Actions, gathered: Mapping[str, _Choice], reduced: Mapping[st
     possible transfer, there is a single timeline."""
     moments, lines = action.moments, [_Line(action.times)]
     order = list(dict.fromkeys(gathered[name][0] for moment in moments for name in moment.wanted if name in gathered))
-    left = Counter(id(reduced[name]) for moment in moments for name in moment.made if name in reduced)
+    left = Counter(id(reduced[name]) for moment in moments for name in moment.gradients if name in reduced)
     arrived = 0
     for moment in moments:
         for line in lines:
@@ -187,7 +188,7 @@ def _lines(action: Actions, gathered: Mapping[str, _Choice], reduced: Mapping[st
                 line.finish(transfer)
                 if arrived < len(order):
                     line.start(order[arrived])
-        for choice in [reduced[name] for name in moment.made if name in reduced]:
+        for choice in [reduced[name] for name in moment.gradients if name in reduced]:
             left[id(choice)] -= 1
             if left[id(choice)]:
                 continue
@@ -199,7 +200,7 @@ def _lines(action: Actions, gathered: Mapping[str, _Choice], reduced: Mapping[st
                 line.reduce(transfer)
             lines = _ahead([line for line, _ in pairs])
     for line in lines:
-        line.finish_all(every=True)
+        line.finish_all(all_transfers=True)
     return lines
 
 
@@ -250,7 +251,7 @@ class _Line:
     def reduce(self, transfer: BucketTransfer) -> None:
         """Start the reduction of a bucket."""
         if transfer.alone:
-            self.finish_all(every=False)
+            self.finish_all(all_transfers=False)
         self.start(transfer)
         self.charge_s += transfer.charge_s
         self.chosen.append(transfer)
@@ -273,7 +274,7 @@ class _Line:
         if transfer in self.ends_s:
             self.now_s = max(self.now_s, self.ends_s.pop(transfer)) + transfer.after_s
 
-    def finish_all(self, *, every: bool) -> None:
-        """Wait for the end of all reductions; with ``every``, of all transfers."""
-        for transfer in list(self.ends_s) if every else [each for each in self.chosen if each in self.ends_s]:
+    def finish_all(self, *, all_transfers: bool) -> None:
+        """Wait for the end of all reductions; with ``all_transfers``, of all transfers."""
+        for transfer in list(self.ends_s) if all_transfers else [each for each in self.chosen if each in self.ends_s]:
             self.finish(transfer)

@@ -93,10 +93,10 @@ class Fabric:
 
     def _between(self, stages: tuple[int, ...]) -> tuple[Network, Group]:
         """The network and the group of one rank of each of these stages."""
-        every = [self.mesh.stage_ranks(stage) for stage in sorted(stages)]
-        gaps = [after.start - before.start for before, after in pairwise(every)]
-        network = Network(part_of(self.cluster, range(every[0].start, every[-1].stop)))
-        return network, Group(len(every), min(gaps, default=1))
+        stage_ranks = [self.mesh.stage_ranks(stage) for stage in sorted(stages)]
+        gaps = [after.start - before.start for before, after in pairwise(stage_ranks)]
+        network = Network(part_of(self.cluster, range(stage_ranks[0].start, stage_ranks[-1].stop)))
+        return network, Group(len(stage_ranks), min(gaps, default=1))
 
     def _network_of(self, stage: int) -> Network:
         if self._alike:

@@ -33,7 +33,7 @@ def graph_bytes(program: Program, memory: StageLifetimes, passing_bytes: int, ki
         most = max(memory.actions["F"].most_bytes, memory.actions["B"].most_bytes)
         return GraphBytes(most + copied + once, 0, {})
     none, actions = ActionBytes(), memory.actions
-    came, back = (actions.get(kind, none).left_bytes for kind in ("RECV_F", "RECV_B"))
+    received_bytes, returned_bytes = (actions.get(kind, none).left_bytes for kind in ("RECV_F", "RECV_B"))
     activations, gradients = (_crossing(program, kind) for kind in _RECEIVES)
     received, passed = activations | gradients, _crossing(program, ActionKind.SEND_B).keys()
     up, down = (_sum(_crossing(program, kind), but=received) for kind in _SENDS)  # sent as copies, unless passed on
@@ -50,9 +50,9 @@ def graph_bytes(program: Program, memory: StageLifetimes, passing_bytes: int, ki
     beside = {
         "RECV_F": actions["RECV_F"],
         "RECV_B": actions["RECV_B"],
-        "F": ActionBytes(came, came + up, kept),
-        "B": ActionBytes(back + kept, max(back + kept, beside_whole), 0),
-        "I": ActionBytes(back + kept, max(back + kept, beside_split), deferred),
+        "F": ActionBytes(received_bytes, received_bytes + up, kept),
+        "B": ActionBytes(returned_bytes + kept, max(returned_bytes + kept, beside_whole), 0),
+        "I": ActionBytes(returned_bytes + kept, max(returned_bytes + kept, beside_split), deferred),
         "W": ActionBytes(deferred, deferred, 0),
         "REDUCE_GRAD": _without(actions["REDUCE_GRAD"], ends),
         "after": _without(actions["after"], ends),

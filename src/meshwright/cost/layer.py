@@ -109,8 +109,8 @@ def layer_pass(setup: Setup, rates: Rates, network: Network, *, experts: bool = 
     operation of the norm, the rotary embedding and the gate is a separate kernel, as in Llama's PyTorch code.
     """
     core, core_back = _attention_core(setup, rates, network)
-    given = rates.software.float8_bytes
-    cast = given if given is not None else CAST_BYTES if setup.zero == 3 else 0.0
+    profile_bytes = rates.software.float8_bytes
+    cast = profile_bytes if profile_bytes is not None else CAST_BYTES if setup.zero == 3 else 0.0
     cast = cast if setup.precision == "fp8" else 0.0
     forward, backward = (_Tally(setup, rates, cast_bytes=cast) for _ in range(2))
     _attention_rest(setup, network, forward, backward)

@@ -46,8 +46,8 @@ def sizes_of(program: Program) -> dict[str, int]:
 def lifetimes(program: Program, *, on_cpu: bool, joined_bytes: int = 0) -> StageLifetimes:
     """The memory of the actions of a stage. ``joined_bytes``: what the sum of a tied gradient over stages needs beside
     the gradients, after the schedule."""
-    found = _Lifetimes(program, on_cpu, joined_bytes)
-    return found.together() if program.together else found.apart()
+    stage = _Lifetimes(program, on_cpu, joined_bytes)
+    return stage.together() if program.together else stage.apart()
 
 
 def slot_bytes(program: Program, late: tuple[str, ...]) -> int:
@@ -78,12 +78,12 @@ class _Lifetimes:
     def apart(self) -> StageLifetimes:
         """The memory of a stage whose functions are called one by one."""
         program, forward = self.program, self._nodes(FORWARD)
-        came, back = self._received(ActionKind.RECV_F), self._received(ActionKind.RECV_B)
-        live = dict(came)
+        received, returned = self._received(ActionKind.RECV_F), self._received(ActionKind.RECV_B)
+        live = dict(received)
         produced = live.keys() | {value.storage for node in forward for value in node.outputs if value.owns}
         rising = self._highest(forward, live)
         saved = self._storages({value.storage for name in LATE for value in program.phase(name).inputs} & produced)
-        taken, saved_bytes = saved | back, sum(saved.values())
+        taken, saved_bytes = saved | returned, sum(saved.values())
         left = dict(taken)
         falling = self._highest(self._nodes(BACKWARD), left)
         ends = self._carried(left)
@@ -92,14 +92,14 @@ class _Lifetimes:
         deferred = {
             value.storage: first[value.storage] for value in program.phase(WEIGHT).inputs if value.storage in first
         }
-        rest = dict(deferred)
-        weights = self._highest(self._nodes(WEIGHT), rest)
-        last = self._carried(rest)
+        deferred_left = dict(deferred)
+        weights = self._highest(self._nodes(WEIGHT), deferred_left)
+        last = self._carried(deferred_left)
         incoming, deferred_bytes = sum(taken.values()), sum(deferred.values())
         actions = {
-            "RECV_F": ActionBytes(0, sum(came.values()), sum(came.values())),
-            "RECV_B": ActionBytes(0, sum(back.values()), sum(back.values())),
-            "F": ActionBytes(sum(came.values()), rising, saved_bytes),
+            "RECV_F": ActionBytes(0, sum(received.values()), sum(received.values())),
+            "RECV_B": ActionBytes(0, sum(returned.values()), sum(returned.values())),
+            "F": ActionBytes(sum(received.values()), rising, saved_bytes),
             "B": ActionBytes(incoming, falling, sum(ends.values())),
             "I": ActionBytes(incoming, both, deferred_bytes),
             "W": ActionBytes(deferred_bytes, weights, sum(last.values())),

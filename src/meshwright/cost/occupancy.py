@@ -61,7 +61,7 @@ class _Rank:
         self.work, self.rank, self.actions = work, rank, actions
         self.stages = sorted({action.stage for action in actions})
         self.held, self.live = sum(work.held_bytes(stage, actions) for stage in self.stages), 0
-        self.came: set[tuple[int, int | None, str]] = set()
+        self.received: set[tuple[int, int | None, str]] = set()
         self.known: dict[tuple[int, str], ActionBytes] = {}
         self.highest = RankMemory(rank=rank, held_bytes=self.held, saved_bytes=0, workspace_bytes=0, action="")
 
@@ -104,8 +104,8 @@ class _Rank:
 
     def _come(self, stage: int, microbatch: int | None, receive: ActionKind) -> None:
         """Allocate what a micro-batch receives, once."""
-        if (stage, microbatch, receive.value) not in self.came:
-            self.came.add((stage, microbatch, receive.value))
+        if (stage, microbatch, receive.value) not in self.received:
+            self.received.add((stage, microbatch, receive.value))
             self._run(self._memory(stage, receive.value), f"{stage}{receive.value}{microbatch}")
 
     def _run(self, each: ActionBytes, action: str) -> None:

@@ -15,7 +15,7 @@ StagePiece = tuple[int, Piece]
 """A stage, and one of its pieces."""
 
 
-class Streams:
+class RankClocks:
     """The clocks of pipeline rank ``rank``: of its kernels (``now_s``), and of the collectives of each of its groups.
     A collective starts when kernels reach it and the previous collective of its group has ended."""
 
@@ -24,7 +24,7 @@ class Streams:
         self._free_s: dict[tuple[str, tuple[int, ...]], float] = {}
         self._ends_s: dict[tuple[int, str], float] = {}
 
-    def run(self, stage: int, pieces: Iterable[Piece]) -> "Streams":
+    def run(self, stage: int, pieces: Iterable[Piece]) -> "RankClocks":
         """Run pieces of a stage. Kernels wait for a blocking collective, and at a ``Wait`` for the collective of its
         name. A ``Wait`` for a collective that was not started here takes no time."""
         for piece in pieces:
@@ -42,16 +42,16 @@ class Streams:
                     self._ends_s[stage, piece.what] = end_s
         return self
 
-    def continued(self, now_s: float) -> "Streams":
+    def continued(self, now_s: float) -> "RankClocks":
         """The clocks, with kernels at ``now_s``. Collectives that no kernel has waited for may still run."""
-        streams, later_s = Streams(self.fabric, self.rank), now_s - self.now_s
+        streams, later_s = RankClocks(self.fabric, self.rank), now_s - self.now_s
         streams.now_s = now_s
         streams._free_s = {group: end_s + later_s for group, end_s in self._free_s.items()}
         streams._ends_s = {key: end_s + later_s for key, end_s in self._ends_s.items()}
         return streams
 
 
-def end_together(ranks: Sequence[tuple[Streams, Sequence[StagePiece]]]) -> None:
+def end_together(ranks: Sequence[tuple[RankClocks, Sequence[StagePiece]]]) -> None:
     """Run the pieces of all pipeline ranks. A collective between stages starts when all of its ranks have reached
     it."""
     waiting: dict[int, Communicate] = {}

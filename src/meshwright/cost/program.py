@@ -353,10 +353,10 @@ class _Stage:
         """Bytes of optimizer state on the device. If the state is kept on the host, two chunks of it are on the
         device."""
         trained = [parameter.bytes for parameter in self._own_parameters() if parameter.name in self.trained]
-        every = sum(trained) * self.optimizer.states
+        state_bytes = sum(trained) * self.optimizer.states
         if not self._offloads:
-            return every
-        return min(every, 2 * max(CHUNK_BYTES, *trained, 0) * self.optimizer.states)
+            return state_bytes
+        return min(state_bytes, 2 * max(CHUNK_BYTES, *trained, 0) * self.optimizer.states)
 
     @property
     def _offloads(self) -> bool:

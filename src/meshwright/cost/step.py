@@ -103,7 +103,7 @@ class StageSeconds(Summed, frozen=True):
         return self.forward.total_s + self.backward.total_s
 
 
-class Pieces(msgspec.Struct, frozen=True):
+class StepTimes(msgspec.Struct, frozen=True):
     """The times that make up a step. ``stages``: one micro-batch on every stage, where each chunk is a stage;
     ``send_s``: a message to the next stage and the message back; ``after_s``: the time after the last backward."""
 
@@ -136,7 +136,7 @@ class KnownCosts:
         return self._passes[key]
 
 
-def step_pieces(setup: Setup, cluster: Cluster, known: KnownCosts | None = None) -> Pieces:
+def step_pieces(setup: Setup, cluster: Cluster, known: KnownCosts | None = None) -> StepTimes:
     """The times that ``estimate_step`` adds up in closed form, for callers that need them separately."""
     known = known or KnownCosts(cluster)
     rates, network = known.rates, known.network
@@ -144,7 +144,7 @@ def step_pieces(setup: Setup, cluster: Cluster, known: KnownCosts | None = None)
     slowest = _slowest(stages)
     after_s = sum(_after(setup, rates, network, slowest, stages[slowest])) + rates.software.step_s
     chunked = _stages(setup, known, setup.chunks) if setup.chunks > 1 else stages
-    return Pieces(tuple(chunked), _send_s(setup, network), after_s)
+    return StepTimes(tuple(chunked), _send_s(setup, network), after_s)
 
 
 def stage_parameters(setup: Setup, stage: int) -> float:

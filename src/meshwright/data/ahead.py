@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from meshwright.data.keeper import Keeper, free_bytes
-from meshwright.data.peers import Address, Begin, Peer, SampleServer
+from meshwright.data.peers import Address, Begin, SamplePeer, SampleServer
 from meshwright.data.prefetch import Ahead, Prefetcher, num_bytes, pinned
 from meshwright.data.rates import Rate
 from meshwright.data.stored import StoreLoader
@@ -124,7 +124,7 @@ class PrefetchLoader(StoreLoader):
         self.room = Room(memory_bytes - self.staging_bytes - batch_bytes, disk_bytes)
         self.shards, self.rooms, self.number = [shard[0]], [self.room], 0
         """The shard and the room of each rank that keeps samples, and the number of this rank among them."""
-        self._peers: dict[int, Peer] = {}
+        self._peers: dict[int, SamplePeer] = {}
         self._server: SampleServer | None = None
         self._keeper: Keeper | None = None
         self.placement: SamplePlacement | None = None
@@ -151,7 +151,9 @@ class PrefetchLoader(StoreLoader):
         self.number = list(everybody).index(self.introduce())
         self.shards = [other.shard for other in everybody]
         self.rooms = [Room(other.memory_bytes, other.disk_bytes) for other in everybody]
-        self._peers = {rank: Peer(rank, other.address) for rank, other in enumerate(everybody) if rank != self.number}
+        self._peers = {
+            rank: SamplePeer(rank, other.address) for rank, other in enumerate(everybody) if rank != self.number
+        }
         self._met.set()
 
     def _for_peer(self, sample: int, begin: Begin) -> tuple[Raw, int] | None:
@@ -169,7 +171,7 @@ class PrefetchLoader(StoreLoader):
 
     def accesses(self, num_steps: int) -> list[Indices]:
         """The next samples of every rank that keeps samples, in the order of use, for this number of steps."""
-        found: list[list[Indices]] = [[] for _ in range(self.shard[1])]
+        by_rank: list[list[Indices]] = [[] for _ in range(self.shard[1])]
         epoch, position, steps = self._epoch, self._position, 0
         while steps < num_steps:
             end = position + (num_steps - steps) * self.batch_size
@@ -178,11 +180,11 @@ class PrefetchLoader(StoreLoader):
                 order, self.batch_size, self.shard[1], drop_last=self._drop_last, interleaved=self._order.interleaved
             )
             for rank, samples in enumerate(pieces):
-                found[rank].append(samples)
-            whole, rest = divmod(len(order), self.batch_size)
-            steps += whole + (rest > 0 and not self._drop_last)
+                by_rank[rank].append(samples)
+            whole, remainder = divmod(len(order), self.batch_size)
+            steps += whole + (remainder > 0 and not self._drop_last)
             epoch, position = epoch + 1, 0
-        return [np.concatenate(found[shard]) for shard in self.shards]
+        return [np.concatenate(by_rank[shard]) for shard in self.shards]
 
     def batch_sizes(self, num_steps: int) -> list[int]:
         """The samples of a rank in each of the next batches."""
@@ -273,8 +275,8 @@ class PrefetchLoader(StoreLoader):
         owner = int(self.placement.owner[sample])
         if owner == self.number:
             return keeper.get(sample)
-        if owner != NOBODY and (found := self._peers[owner].get(sample, self._begin)) is not None:
-            return found[0], FILES if found[1] == FILES else PEER
+        if owner != NOBODY and (answer := self._peers[owner].get(sample, self._begin)) is not None:
+            return answer[0], FILES if answer[1] == FILES else PEER
         return keeper.read(sample), FILES
 
     def _assemble(self, index: Indices, values: list[Any]) -> Any:
@@ -291,10 +293,10 @@ class PrefetchLoader(StoreLoader):
             try:
                 raw = self.store.read(sample)
                 return max(len(raw), num_bytes(self.store.decode(sample, raw)))
-            except DataError as found:
+            except DataError as problem:
                 if not self.skip_bad:
                     raise
-                error = found
+                error = problem
         assert error is not None
         raise error
 

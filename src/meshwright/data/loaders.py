@@ -174,11 +174,11 @@ class Loader(ABC):
             raise self._error(
                 f"the saved position has no {', '.join(missing)}", "load what Loader.state_dict() returned"
             )
-        for key, ours in {"fingerprint": self.fingerprint, **self._order.describe()}.items():
-            if state[key] != ours:
+        for key, expected in {"fingerprint": self.fingerprint, **self._order.describe()}.items():
+            if state[key] != expected:
                 what = "data" if key == "fingerprint" else key
                 raise self._error(
-                    f"the saved position is of other {what}: {state[key]}, but here {ours}",
+                    f"the saved position is of other {what}: {state[key]}, but here {expected}",
                     f"give the {what} that the saved run had, or start without its position",
                 )
         epoch, position = int(state["epoch"]), int(state["position"])

@@ -103,7 +103,7 @@ class SamplerOrder(Order):
 
     def _dealt(self, number: int, num_ranks: int) -> Indices:
         """The samples of all ranks of a DistributedSampler, in turn."""
-        every = []
+        dealt = []
         for rank in range(num_ranks):
             sampler = copy.copy(self._sampler)
             length = len(sampler.dataset)
@@ -111,8 +111,8 @@ class SamplerOrder(Order):
             extra = 0 if sampler.drop_last else num_ranks - 1
             sampler.num_samples = (length + extra) // num_ranks
             sampler.total_size = sampler.num_samples * num_ranks
-            every.append(_read(self._at(sampler, number)))
-        return np.stack(every, axis=1).reshape(-1)
+            dealt.append(_read(self._at(sampler, number)))
+        return np.stack(dealt, axis=1).reshape(-1)
 
     def _drawn(self, number: int) -> Indices:
         """The epoch of a sampler with a generator, whose states at the begin of epochs are kept."""

@@ -137,7 +137,7 @@ class SampleServer:
         connection.sendall(raw)
 
 
-class Peer:
+class SamplePeer:
     """Another rank, of which samples are requested. Each thread that requests has a connection of its own.
 
     ``gone`` is set when the rank does not answer: its samples then come from the file system, and the log says so.

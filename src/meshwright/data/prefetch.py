@@ -56,7 +56,7 @@ class Prefetcher:
         self._batches, self._fetch, self._assemble = batches, fetch, assemble
         self._limit = staging_bytes
         lock = threading.Lock()
-        self._room, self._came = threading.Condition(lock), threading.Condition(lock)
+        self._room, self._arrival = threading.Condition(lock), threading.Condition(lock)
         self._planned: list[Indices] = []
         self._done: dict[int, tuple[Any, int]] = {}
         self._next = self._first = self._within = self._urgent = self._missing = 0
@@ -85,7 +85,7 @@ class Prefetcher:
         with self._room:
             self._closed = True
             self._room.notify_all()
-            self._came.notify_all()
+            self._arrival.notify_all()
         while any(thread.is_alive() for thread in self._threads):
             with suppress(queue.Empty):
                 self._ready.get(timeout=0.01)  # the thread that assembles may wait for room there
@@ -110,7 +110,7 @@ class Prefetcher:
                 if self._first <= number < self._urgent:
                     self._missing -= 1
                     if self._missing == 0:
-                        self._came.notify()
+                        self._arrival.notify()
 
     def _take(self) -> tuple[int, int, int] | None:
         """The next sample in the order of use, with its place and the bytes reserved for it; None at the end."""
@@ -125,7 +125,7 @@ class Prefetcher:
                 if batch is not None:
                     self._planned.append(batch)
                     self._within = 0
-                self._came.notify()
+                self._arrival.notify()
             if self._exhausted:
                 return None
             sample = int(self._planned[-1][self._within])
@@ -164,7 +164,7 @@ class Prefetcher:
                 self._urgent, self._missing = self._first + 1, MANY
                 self._room.notify_all()
             while not self._planned and not self._exhausted and not self._closed:
-                self._came.wait()
+                self._arrival.wait()
             if not self._planned or self._closed:
                 return None
             index = self._planned[0]
@@ -174,9 +174,9 @@ class Prefetcher:
             return index
 
     def _wait_for(self, count: int) -> list[Any] | None:
-        with self._came:
+        with self._arrival:
             while self._missing and not self._closed:
-                self._came.wait()
+                self._arrival.wait()
             numbers = range(self._first, self._first + count)
             return None if self._closed else [self._done[number][0] for number in numbers]
 

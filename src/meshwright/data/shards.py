@@ -18,7 +18,7 @@ from meshwright.schedules.samples import Indices
 log = logging.getLogger("meshwright")
 
 
-class Member(NamedTuple):
+class ShardFile(NamedTuple):
     """A file in a shard: its suffix, and where its content lies from the begin of its sample's span."""
 
     suffix: str
@@ -49,14 +49,14 @@ class Shards(Store):
         *,
         skip_bad: bool = False,
     ) -> None:
-        given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-        self._paths = [path for pattern in given for path in _matches(os.fspath(pattern))]
+        patterns = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+        self._paths = [path for pattern in patterns for path in _matches(os.fspath(pattern))]
         self.where = self._paths[0] if len(self._paths) == 1 else f"{len(self._paths)} shards"
         self._decoders = {**_USUAL, **(decoders or {})}
         truncated: list[str] = []
         self.truncated = truncated
         self._keys: list[str] = []
-        self._members: list[tuple[Member, ...]] = []
+        self._members: list[tuple[ShardFile, ...]] = []
         places: list[tuple[int, int, int]] = []
         for number, path in enumerate(self._paths):
             for key, begin, members in self._index(path, truncated if skip_bad else None):
@@ -67,11 +67,11 @@ class Shards(Store):
             raise DataError("there are no samples", where=self.where, remedy="give tar files that hold files")
         self._places = np.array(places)
 
-    def _index(self, path: str, truncated: list[str] | None) -> list[tuple[str, int, tuple[Member, ...]]]:
+    def _index(self, path: str, truncated: list[str] | None) -> list[tuple[str, int, tuple[ShardFile, ...]]]:
         """The samples of a shard: name, begin and members of each. A damaged shard is added to ``truncated``, or
         refused if that is None."""
-        samples: list[tuple[str, int, tuple[Member, ...]]] = []
-        begin, members, last = 0, list[Member](), ""
+        samples: list[tuple[str, int, tuple[ShardFile, ...]]] = []
+        begin, members, last = 0, list[ShardFile](), ""
         try:
             with tarfile.open(path, "r:") as shard:
                 for info in shard:
@@ -89,7 +89,7 @@ class Shards(Store):
                         members = []
                     if not members:
                         begin, last = info.offset_data, key
-                    members.append(Member(suffix, info.offset_data - begin, info.size))
+                    members.append(ShardFile(suffix, info.offset_data - begin, info.size))
         except OSError as error:
             raise DataError(f"cannot be read: {error.strerror}", where=path, remedy="correct the path") from None
         except tarfile.TarError as error:
@@ -140,10 +140,10 @@ class Shards(Store):
 
 
 def _matches(pattern: str) -> list[str]:
-    found = sorted(glob.glob(pattern, recursive=True)) if glob.has_magic(pattern) else [pattern]
-    if not found:
+    paths = sorted(glob.glob(pattern, recursive=True)) if glob.has_magic(pattern) else [pattern]
+    if not paths:
         raise DataError("no file matches", where=pattern, remedy="correct the path or glob")
-    return found
+    return paths
 
 
 def _number(content: memoryview) -> int:

@@ -63,7 +63,7 @@ class Store(ABC):
         """Describe the data in words: equal descriptions mean equal data, as far as can be told without reading it."""
 
 
-class Part(Store):
+class PartOfStore(Store):
     """Some samples of another store."""
 
     def __init__(self, store: Store, index: Indices) -> None:
@@ -119,7 +119,7 @@ class Images(Store):
         self._decode = decode or decode_image
         try:
             self.classes = sorted(entry.name for entry in os.scandir(self._folder) if entry.is_dir())
-            found = [
+            images = [
                 (path, label, path.stat().st_size)
                 for label, name in enumerate(self.classes)
                 for path in sorted((self._folder / name).rglob("*"))
@@ -129,15 +129,15 @@ class Images(Store):
             raise DataError(
                 f"cannot be listed: {error.strerror}", where=str(error.filename or folder), remedy="give a folder"
             ) from None
-        if not found:
+        if not images:
             raise DataError(
                 f"there are no files with suffix {', '.join(suffixes)} in folders of it",
                 where=self.where,
                 remedy="give a folder that has a folder of files for each class",
             )
-        self._names = [str(path.relative_to(self._folder)) for path, _, _ in found]
-        self._labels = np.array([label for _, label, _ in found])
-        self._sizes = np.array([size for _, _, size in found])
+        self._names = [str(path.relative_to(self._folder)) for path, _, _ in images]
+        self._labels = np.array([label for _, label, _ in images])
+        self._sizes = np.array([size for _, _, size in images])
 
     def __len__(self) -> int:
         """The number of files."""
@@ -196,8 +196,8 @@ class Tokens(Store):
             raise DataError(f"holds {self._dtype}, not integers", where=self.where, remedy="give a file of token ids")
         whole, rest = divmod(size - self._begin, self._dtype.itemsize)
         if rest or (count is not None and count != whole):
-            told = f"{count:,} tokens are announced, " if count is not None else ""
-            problem = f"is truncated: {told}{whole:,} tokens and {rest} bytes are there"
+            announced = f"{count:,} tokens are announced, " if count is not None else ""
+            problem = f"is truncated: {announced}{whole:,} tokens and {rest} bytes are there"
             raise DataError(problem, where=self.where, remedy="write the file again, or give its dtype")
         self._count = (whole - 1) // sequence_length
         if self._count < 1:

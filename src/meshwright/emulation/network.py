@@ -37,7 +37,7 @@ dropped."""
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 
 
-class Place(msgspec.Struct, frozen=True):
+class NetworkBox(msgspec.Struct, frozen=True):
     """A box that ranks can enter: the process and its thread (task) that keep the box's namespace open."""
 
     process: int
@@ -69,7 +69,7 @@ class EmulatedNetwork:
     def __enter__(self) -> Self:
         with ExitStack() as threads:
             switch, *boxes = [_Holder(threads) for _ in range(1 + len(self.rates_bits_per_s))]
-            self.switch = Place(os.getpid(), switch.task)
+            self.switch = NetworkBox(os.getpid(), switch.task)
             switch.run("ip link add switch type bridge", "ip link set switch up")
             for index, (box, rate) in enumerate(zip(boxes, self.rates_bits_per_s, strict=True)):
                 port = f"port{index}"
@@ -81,7 +81,7 @@ class EmulatedNetwork:
                     "ip link set lo up", f"ip address add {address_of(index)}/24 dev {LINK}", f"ip link set {LINK} up",
                     limit(LINK, rate),
                 )  # fmt: skip
-            self.places = tuple(Place(os.getpid(), box.task) for box in boxes)
+            self.places = tuple(NetworkBox(os.getpid(), box.task) for box in boxes)
             self._threads = threads.pop_all()
         return self
 
@@ -126,7 +126,9 @@ def address_of(box: int) -> str:
     return f"10.77.0.{box + 1}"
 
 
-def _in_box(places: Sequence[Place], store: str, first: str, function: Callable[..., T], args: tuple[object, ...]) -> T:
+def _in_box(
+    places: Sequence[NetworkBox], store: str, first: str, function: Callable[..., T], args: tuple[object, ...]
+) -> T:
     """``store``: the file of the store. If it is empty, rank 0 keeps the store at the address ``first``."""
     enter(places[launch.launched_rank()])
     if store:
@@ -136,7 +138,7 @@ def _in_box(places: Sequence[Place], store: str, first: str, function: Callable[
     return function(*args)
 
 
-def enter(place: Place) -> None:
+def enter(place: NetworkBox) -> None:
     """Move this process into a box; its existing threads stay outside."""
     with Path(f"/proc/{place.process}/task/{place.task}/ns/net").open() as namespace:
         _called("setns", namespace.fileno(), _NEW_NETWORK)
@@ -162,8 +164,8 @@ def _run(command: str) -> None:
     except OSError as error:
         raise LaunchError(f"it cannot be run: {error.strerror}", where=command, remedy="install iproute2") from None
     if ended.returncode:
-        said = (ended.stderr or ended.stdout).strip().splitlines() or [f"it ended with {ended.returncode}"]
-        raise LaunchError(said[0], where=command, remedy="emulated networks need root, veth and tbf in the kernel")
+        lines = (ended.stderr or ended.stdout).strip().splitlines() or [f"it ended with {ended.returncode}"]
+        raise LaunchError(lines[0], where=command, remedy="emulated networks need root, veth and tbf in the kernel")
 
 
 def _called(name: str, *args: int) -> None:

@@ -57,8 +57,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     def command(self, python: str = sys.executable, file: str = "", ranks: int = 0) -> list[str]:
         """The command with which a launcher or a rank trains. ``ranks``: the number that it starts, where nothing in
         its environment says so."""
-        told = [*(["--trust"] if self.trust else []), *(["--train.ranks", f"{ranks}"] if ranks else [])]
-        return [python, "-m", "meshwright.cli", "train", file or str(self.file.absolute()), *self.arguments, *told]
+        options = [*(["--trust"] if self.trust else []), *(["--train.ranks", f"{ranks}"] if ranks else [])]
+        return [python, "-m", "meshwright.cli", "train", file or str(self.file.absolute()), *self.arguments, *options]
 
 
 def shell(words: list[str]) -> str:
@@ -66,7 +66,7 @@ def shell(words: list[str]) -> str:
     return shlex.join(words)
 
 
-def called(words: list[str], where: str, given: str = "") -> str:
+def called(words: list[str], where: str, text_input: str = "") -> str:
     """Run another program's command, and return what it prints.
 
     Raises:
@@ -76,8 +76,8 @@ def called(words: list[str], where: str, given: str = "") -> str:
         raise LaunchError(
             f"{words[0]} is not installed here", where=where, remedy=f"run this where {words[0]} is, or --dry-run"
         )
-    done = subprocess.run(words, input=given, capture_output=True, text=True, check=False)
+    done = subprocess.run(words, input=text_input, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = (done.stderr or done.stdout).strip() or f"it ended with {done.returncode}"
-        raise LaunchError(said, where=shell(words), remedy="correct what it refuses; --dry-run shows what is submitted")
+        text = (done.stderr or done.stdout).strip() or f"it ended with {done.returncode}"
+        raise LaunchError(text, where=shell(words), remedy="correct what it refuses; --dry-run shows what is submitted")
     return done.stdout

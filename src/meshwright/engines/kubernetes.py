@@ -32,9 +32,9 @@ def start(job: Job, say: Callable[[str], object]) -> int:
     Raises:
         LaunchError: there is no kubectl, or the cluster refuses the manifest.
     """
-    found = manifest(job)
+    resource = manifest(job)
     say(called(["kubectl", "apply", "-f", "-"], "--on kubernetes", described(job)).strip())
-    say(f"kubectl -n {job.nodes.namespace} get {found.kind.lower()} {job.name} shows its state")
+    say(f"kubectl -n {job.nodes.namespace} get {resource.kind.lower()} {job.name} shows its state")
     return 0
 
 
@@ -46,11 +46,11 @@ def manifest(job: Job) -> schema.TrainJob | schema.JobSet:
     """
     if not job.nodes.image:
         raise LaunchError("no image is named", where="nodes.image", remedy="name one that has Meshwright installed")
-    found = _jobset(job) if job.nodes.kind == "jobset" else _train_job(job)
+    resource = _jobset(job) if job.nodes.kind == "jobset" else _train_job(job)
     try:
-        return schema.checked(msgspec.to_builtins(found))
+        return schema.checked(msgspec.to_builtins(resource))
     except msgspec.ValidationError as error:
-        raise LaunchError(f"{error}", where=found.kind, remedy="correct [nodes]") from None
+        raise LaunchError(f"{error}", where=resource.kind, remedy="correct [nodes]") from None
 
 
 def _train_job(job: Job) -> schema.TrainJob:

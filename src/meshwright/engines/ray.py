@@ -160,12 +160,12 @@ def _once(ray: Any, job: Job, say: Callable[[str], object], attempt: int) -> Tra
 def _result(ray: Any, actors: list[Any], tasks: list[Any], warnings: list[str], directory: Path) -> Trained:
     """Wait for all ranks, and pass the first of ``warnings`` on to them; return rank 0's result. Raise the first error
     of a rank that is not a lost connection."""
-    waiting, failed, told = list(tasks), dict[int, Exception](), False
+    waiting, failed, warned = list(tasks), dict[int, Exception](), False
     deadline = float("inf")
     while waiting and time.monotonic() < deadline:
         done, waiting = ray.wait(waiting, timeout=POLL_S)
-        if warnings and not told:
-            told = True
+        if warnings and not warned:
+            warned = True
             for actor in actors:
                 actor.stop.remote(warnings[0])
         for task in done:
@@ -184,8 +184,8 @@ def _result(ray: Any, actors: list[Any], tasks: list[Any], warnings: list[str], 
             raise own
     dead = {rank: own for rank, own in failed.items() if isinstance(own, ray.exceptions.RayActorError)}
     rank, first = next(iter((dead or failed).items()))
-    said, doing = f"{type(first).__name__}: {str(first).strip().splitlines()[0]}", Status.read(directory, rank)
-    what = f"rank {rank} has failed{f' {doing}' if doing else ''}: {said}"
+    text, doing = f"{type(first).__name__}: {str(first).strip().splitlines()[0]}", Status.read(directory, rank)
+    what = f"rank {rank} has failed{f' {doing}' if doing else ''}: {text}"
     lost = FailedRankError(what, remedy="its output is in Ray's logs")
     lost.doing = doing
     raise lost from first

@@ -101,8 +101,8 @@ def submit(job: Job) -> int:
     """
     path = job.directory / "slurm.sh"
     files.write_atomically(path, script(job).encode())
-    said = called(["sbatch", "--parsable", str(path)], "--on slurm")
-    return int(said.strip().partition(";")[0])
+    output = called(["sbatch", "--parsable", str(path)], "--on slurm")
+    return int(output.strip().partition(";")[0])
 
 
 def state_of(number: int) -> JobState:
@@ -111,8 +111,8 @@ def state_of(number: int) -> JobState:
     Raises:
         LaunchError: Slurm does not know the job (it forgets jobs some minutes after their end).
     """
-    said = called(["scontrol", "show", "job", f"{number}", "--oneliner"], "--on slurm")
-    state, code = _STATE.search(said), _EXIT.search(said)
+    output = called(["scontrol", "show", "job", f"{number}", "--oneliner"], "--on slurm")
+    state, code = _STATE.search(output), _EXIT.search(output)
     if state is None or code is None:
         return JobState("UNKNOWN")
     return JobState(state[1], state[2] or "", int(code[1]))

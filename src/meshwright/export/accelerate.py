@@ -51,10 +51,10 @@ def write(form: Form, per_node: int) -> Exported:
     layout = own.layout
     nodes = -(-own.num_ranks // max(1, per_node))
     sharded = layout.zero > 0 or layout.cp > 1 or layout.tp != 1
-    several = own.num_ranks > 1
+    is_parallel = own.num_ranks > 1
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "FSDP" if layout.zero or layout.cp > 1 else "MULTI_GPU" if several else "NO",
+        "distributed_type": "FSDP" if layout.zero or layout.cp > 1 else "MULTI_GPU" if is_parallel else "NO",
         "mixed_precision": own.precision if own.precision in ("bf16", "fp16", "fp8") else "no",
         "num_machines": nodes,
         "num_processes": own.num_ranks,
@@ -124,10 +124,10 @@ def read(text: str, where: str, num_ranks: int, model: Transformer | None) -> Im
     config = _decoded(text, where)
     assumptions = ["a batch of one sample on each data-parallel rank"]
     ranks = num_ranks or whole_number(config, "num_processes", 1, where)
-    given = table(config, _PARALLELISM, where)
+    section = table(config, _PARALLELISM, where)
     names = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size")
     replicate, shard, tp, cp = (
-        whole_number(given, f"{_PREFIX}{name}", 1, f"{where}: {_PARALLELISM}") for name in names
+        whole_number(section, f"{_PREFIX}{name}", 1, f"{where}: {_PARALLELISM}") for name in names
     )
     fsdp = table(config, _FSDP, where)
     kind = config.get("distributed_type")
@@ -149,7 +149,7 @@ def read(text: str, where: str, num_ranks: int, model: Transformer | None) -> Im
         )  # fmt: skip
     by_half = reshards in (False, "false", "SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2") or strategy in (2, "SHARD_GRAD_OP")
     zero = 0 if kind != "FSDP" or dp == 1 else 2 if by_half else 3
-    rotated = given.get(f"{_PREFIX}cp_comm_strategy", "allgather") == "alltoall"
+    rotated = section.get(f"{_PREFIX}cp_comm_strategy", "allgather") == "alltoall"
     layout = Layout(
         dp=dp, tp=tp, cp=cp, zero=ZERO_STAGES[zero], zero_ranks=shard if zero and 1 < shard < dp else 0,
         recompute="full" if fsdp.get("fsdp_activation_checkpointing") else "none",

@@ -25,7 +25,7 @@ LossFunction = Callable[[nn.Module, Any], Any]
 
 
 def pins_for_code(
-    graph: Graph, model: nn.Module, loss_fn: LossFunction, batch: Any, found: Splits, ranks: int,
+    graph: Graph, model: nn.Module, loss_fn: LossFunction, batch: Any, expected: Splits, ranks: int,
     precision: Precision | None,
 ) -> dict[str, str]:  # fmt: skip
     """Pins for the modules whose code does not compute on parts. Empty if the code of the whole model does."""
@@ -35,26 +35,26 @@ def pins_for_code(
             captured = capture(_on_one_rank(model, modules, ranks), loss_fn, batch, precision=precision)
         except (MeshwrightError, RuntimeError, ValueError, TypeError, IndexError):
             return False  # the code of the user's model may raise any of these on tensors of another size
-        return _equal_shapes(graph, captured, modules, found, ranks)
+        return _equal_shapes(graph, captured, modules, expected, ranks)
 
-    if is_right(found.modules):
+    if is_right(expected.modules):
         return {}
     groups: dict[str, dict[str, Split]] = {}
-    for path, split in found.modules.items():
+    for path, split in expected.modules.items():
         groups.setdefault(starred(path).rpartition(".")[0], {})[path] = split
     failing = [group for group in groups.values() if len(groups) == 1 or not is_right(group)]
     return {starred(path): NONE for group in failing or groups.values() for path in group}
 
 
-def _equal_shapes(graph: Graph, captured: Graph, modules: Mapping[str, Split], found: Splits, ranks: int) -> bool:
+def _equal_shapes(graph: Graph, captured: Graph, modules: Mapping[str, Split], expected: Splits, ranks: int) -> bool:
     """Whether the operators outside of ``modules`` have the shapes of their parts in the captured copy, whose split
     modules are ``modules``."""
 
     def part(name: str) -> tuple[int, ...]:
         shape = graph.tensors[name].shape
-        if not found.origin.get(name, frozenset()) & modules.keys():
+        if not expected.origin.get(name, frozenset()) & modules.keys():
             return shape
-        return local_shape(shape, {AXIS: found.local[name]}, {AXIS: ranks})
+        return local_shape(shape, {AXIS: expected.local[name]}, {AXIS: ranks})
 
     return _calls(graph, modules, part) == _calls(captured, modules, lambda name: captured.tensors[name].shape)
 

@@ -173,10 +173,10 @@ def read(text: str, where: str, num_ranks: int, model: Transformer | None) -> Im
         FileFormatError: an argument is missing, stands twice with different values, or is a shell variable.
         LayoutError: the sizes do not fit each other.
     """
-    given, unread = _given(text, where)
+    arguments, unread = _given(text, where)
 
     def number(key: str, default: int | None = None) -> int:
-        value = given.get(key)
+        value = arguments.get(key)
         if value is None:
             if default is None:
                 raise FileFormatError(f"--{key} is missing", where=where, remedy=f"add --{key} NUMBER")
@@ -188,10 +188,10 @@ def read(text: str, where: str, num_ranks: int, model: Transformer | None) -> Im
         return int(value)
 
     assumptions: list[str] = []
-    sizes = model if model is not None else _sizes(given, number, where, assumptions)
+    sizes = model if model is not None else _sizes(arguments, number, where, assumptions)
     tp, pp, cp = (number(f"{key}-parallel-size", 1) for key in ("tensor-model", "pipeline-model", "context"))
     dp = data_ranks_of(num_ranks, where, tp=tp, pp=pp, cp=cp)
-    zero = _zero(given, where) if dp > 1 else 0
+    zero = _zero(arguments, where) if dp > 1 else 0
     instances = number("num-distributed-optimizer-instances", 1)
     if dp % instances:
         raise LayoutError(
@@ -205,33 +205,35 @@ def read(text: str, where: str, num_ranks: int, model: Transformer | None) -> Im
         raise LayoutError(problem, where=f"{where}: --global-batch-size", remedy=f"give a multiple of {dp * micro}")
     per_stage = sizes.layers // pp
     chunks = number("num-virtual-stages-per-pipeline-rank", 1)
-    if "num-layers-per-virtual-pipeline-stage" in given and per_stage:
+    if "num-layers-per-virtual-pipeline-stage" in arguments and per_stage:
         chunks = max(1, per_stage // number("num-layers-per-virtual-pipeline-stage"))
     layout = Layout(
         dp=dp, tp=tp, pp=pp, cp=cp, ep=number("expert-model-parallel-size", 1), zero=ZERO_STAGES[zero],
         zero_ranks=dp // instances if instances > 1 else 0, chunks=chunks,
-        schedule="interleaved" if chunks > 1 else "1f1b", recompute=_recompute(given, where),
-        sequence_parallel="sequence-parallel" in given and tp > 1,
+        schedule="interleaved" if chunks > 1 else "1f1b", recompute=_recompute(arguments, where),
+        sequence_parallel="sequence-parallel" in arguments and tp > 1,
         microbatches=microbatches_of(batch, dp, micro),
-        context="gather" if cp == 1 or given.get("cp-comm-type", "p2p") != "p2p" else "ring",
-        offload="optimizer" if "optimizer-cpu-offload" in given else "none",
+        context="gather" if cp == 1 or arguments.get("cp-comm-type", "p2p") != "p2p" else "ring",
+        offload="optimizer" if "optimizer-cpu-offload" in arguments else "none",
     )  # fmt: skip
-    overlap: Overlap = "all" if "tp-comm-overlap" in given else "dp" if "overlap-grad-reduce" in given else "none"
+    overlap: Overlap = (
+        "all" if "tp-comm-overlap" in arguments else "dp" if "overlap-grad-reduce" in arguments else "none"
+    )
     names: dict[str, Precision] = {"fp8-format": "fp8", "bf16": "bf16", "fp16": "fp16"}
-    precision: Precision = next((name for key, name in names.items() if key in given), "fp32")
+    precision: Precision = next((name for key, name in names.items() if key in arguments), "fp32")
     form = Form(
         model=sizes.name, layout=layout, global_batch=batch, sizes=sizes, overlap=overlap, precision=precision,
-        flash=given.get("attention-backend", "flash") != "unfused",
-        inner="pp" if "use-tp-pp-dp-mapping" in given and pp > 1 and cp == 1 else "dp",
+        flash=arguments.get("attention-backend", "flash") != "unfused",
+        inner="pp" if "use-tp-pp-dp-mapping" in arguments and pp > 1 and cp == 1 else "dp",
     )  # fmt: skip
-    if "global-batch-size" not in given:
+    if "global-batch-size" not in arguments:
         assumptions.append(f"{num_ranks} ranks")
     return Imported(source=NAME, form=form, assumptions=tuple(assumptions), unread=tuple(unread))
 
 
 def _given(text: str, where: str) -> tuple[Arguments, list[str]]:
     """The known arguments of a file or script, and the names of unknown ones that concern the parallel layout."""
-    given: Arguments = {}
+    arguments: Arguments = {}
     unread: dict[str, None] = {}
     known = (*_VALUES, *_SWITCHES)
     for key, value in _options(text, where):
@@ -244,12 +246,12 @@ def _given(text: str, where: str) -> tuple[Arguments, list[str]]:
         if key in _VALUES and (kept is None or "$" in kept):
             problem = "has no value" if kept is None else f"is the shell variable {kept}"
             raise FileFormatError(f"--{key} {problem}", where=where, remedy="write the value itself")
-        if given.get(key, kept) != kept:
-            raise FileFormatError(f"--{key} is {given[key]} and {kept}", where=where, remedy="give it once")
-        given[key] = kept
-    if not given:
+        if arguments.get(key, kept) != kept:
+            raise FileFormatError(f"--{key} is {arguments[key]} and {kept}", where=where, remedy="give it once")
+        arguments[key] = kept
+    if not arguments:
         raise FileFormatError("it has no argument of Megatron", where=where, remedy="give arguments of pretrain_gpt.py")
-    return given, list(unread)
+    return arguments, list(unread)
 
 
 def _options(text: str, where: str) -> Iterator[tuple[str, str | None]]:
@@ -267,25 +269,25 @@ def _options(text: str, where: str) -> Iterator[tuple[str, str | None]]:
         yield key, value if equals else None if after.startswith("--") else after
 
 
-def _sizes(given: Arguments, number: Any, where: str, assumptions: list[str]) -> Transformer:
+def _sizes(arguments: Arguments, number: Any, where: str, assumptions: list[str]) -> Transformer:
     width, heads = number("hidden-size"), number("num-attention-heads")
-    gated = "swiglu" in given
-    if "vocab-size" not in given:
+    gated = "swiglu" in arguments
+    if "vocab-size" not in arguments:
         raise FileFormatError(
             "the size of the vocabulary is in the tokenizer", where=where,
             remedy="add --vocab-size NUMBER, or name the model with --model",
         )  # fmt: skip
-    rotary = given.get("position-embedding-type", "learned_absolute") != "learned_absolute"
-    experts = number("num-experts", 0) if "num-experts" in given else 0
-    expert_ffn = number("moe-ffn-hidden-size", 0) if "moe-ffn-hidden-size" in given else 0
-    shared = number("moe-shared-expert-intermediate-size") if "moe-shared-expert-intermediate-size" in given else 0
+    rotary = arguments.get("position-embedding-type", "learned_absolute") != "learned_absolute"
+    experts = number("num-experts", 0) if "num-experts" in arguments else 0
+    expert_ffn = number("moe-ffn-hidden-size", 0) if "moe-ffn-hidden-size" in arguments else 0
+    shared = number("moe-shared-expert-intermediate-size") if "moe-shared-expert-intermediate-size" in arguments else 0
     ffn = number("ffn-hidden-size", 4 * width)
     head = number("kv-channels", max(1, width // heads))
-    every = given.get("moe-layer-freq") or "1"
-    if not every.isdecimal() or not int(every):
-        assumptions.append(f"experts in every layer, because --moe-layer-freq is not a number: {every}")
-        every = "1"
-    dropout = given.get("hidden-dropout") or "0.1"
+    expert_every = arguments.get("moe-layer-freq") or "1"
+    if not expert_every.isdecimal() or not int(expert_every):
+        assumptions.append(f"experts in every layer, because --moe-layer-freq is not a number: {expert_every}")
+        expert_every = "1"
+    dropout = arguments.get("hidden-dropout") or "0.1"
     try:
         drops = float(dropout) > 0
     except ValueError:
@@ -295,26 +297,26 @@ def _sizes(given: Arguments, number: Any, where: str, assumptions: list[str]) ->
     return Transformer(
         name="megatron model", layers=number("num-layers"), hidden=width, heads=heads, ffn=ffn,
         vocabulary=number("vocab-size"), sequence=number("seq-length"), gated=gated,
-        kv_heads=number("num-query-groups", heads) if "group-query-attention" in given else 0,
-        head_size=head if head * heads != width else 0, bias="disable-bias-linear" not in given, rotary=rotary,
-        dropout=drops, tied="untie-embeddings-and-output-weights" not in given,
+        kv_heads=number("num-query-groups", heads) if "group-query-attention" in arguments else 0,
+        head_size=head if head * heads != width else 0, bias="disable-bias-linear" not in arguments, rotary=rotary,
+        dropout=drops, tied="untie-embeddings-and-output-weights" not in arguments,
         experts=experts, experts_per_token=number("moe-router-topk", 2) if experts else 0,
-        expert_ffn=expert_ffn if expert_ffn != ffn else 0, expert_every=int(every),
+        expert_ffn=expert_ffn if expert_ffn != ffn else 0, expert_every=int(expert_every),
         shared_experts=shared // (expert_ffn or ffn) if experts else 0,
     )  # fmt: skip
 
 
-def _zero(given: Arguments, where: str) -> int:
-    if "use-torch-fsdp2" in given:
+def _zero(arguments: Arguments, where: str) -> int:
+    if "use-torch-fsdp2" in arguments:
         return 3
-    if "use-megatron-fsdp" in given:
+    if "use-megatron-fsdp" in arguments:
         stages = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
-        return stages[word(given, "data-parallel-sharding-strategy", "no_shard", where, stages)]
-    return int("use-distributed-optimizer" in given)
+        return stages[word(arguments, "data-parallel-sharding-strategy", "no_shard", where, stages)]
+    return int("use-distributed-optimizer" in arguments)
 
 
-def _recompute(given: Arguments, where: str) -> Recompute:
-    if "recompute-activations" in given:
+def _recompute(arguments: Arguments, where: str) -> Recompute:
+    if "recompute-activations" in arguments:
         return "selective"
     kinds: dict[str, Recompute] = {"full": "full", "selective": "selective", "": "none"}
-    return kinds[word(given, "recompute-granularity", "", where, ("full", "selective"))]
+    return kinds[word(arguments, "recompute-granularity", "", where, ("full", "selective"))]

@@ -54,18 +54,18 @@ def splits(graph: Graph, plan: Plan, kinds: Mapping[str, Kind]) -> Splits:
     """Find the modules that are split over ``tp``, and the operators between them that need an exchange.
 
     ``kinds`` maps the path of each module that has parameters of its own to its kind."""
-    found = Splits()
+    result = Splits()
     if plan.mesh.sizes.get(AXIS, 1) == 1:
-        return found
+        return result
     for path, kind in kinds.items():
         style = _style(graph, plan, path, kind)
         if style is not None:
-            found.modules[path] = Split(style=style, kind=kind)
+            result.modules[path] = Split(style=style, kind=kind)
         else:
-            found.pins |= {starred(reader): NONE for reader in _readers(graph, plan, path)}
-    if not found.pins:
-        _Walk(graph, plan, found).run()
-    return found
+            result.pins |= {starred(reader): NONE for reader in _readers(graph, plan, path)}
+    if not result.pins:
+        _Walk(graph, plan, result).run()
+    return result
 
 
 NONE = f"none@{AXIS}"
@@ -94,8 +94,8 @@ def _style(graph: Graph, plan: Plan, path: str, kind: Kind) -> Style | None:
 class _Walk:
     """Follows each rank's own tensors through the forward operators."""
 
-    def __init__(self, graph: Graph, plan: Plan, found: Splits) -> None:
-        self.graph, self.found = graph, found
+    def __init__(self, graph: Graph, plan: Plan, splits: Splits) -> None:
+        self.graph, self.splits = graph, splits
         self.sizes = plan.sizes(0)
         self.strategies = plan.strategies(graph)
         self.forward = [operator for operator in graph.operators if not operator.backward]
@@ -109,10 +109,10 @@ class _Walk:
         self.part_uses: dict[str, Operator] = {}
 
     def run(self) -> None:
-        """Follow the tensors, and keep what is found in ``found``."""
+        """Follow the tensors, and keep what is found in ``splits``."""
         self._find_gathers()
         for operator in self.forward:
-            split = self.found.modules.get(operator.module)
+            split = self.splits.modules.get(operator.module)
             if split is not None:
                 self._enter(operator, split)
             else:
@@ -121,7 +121,7 @@ class _Walk:
         for name, operator in self.part_uses.items():
             if name in self.whole_uses:
                 self._blame(operator)
-        self.found.summed = tuple(self.part_uses)
+        self.splits.summed = tuple(self.part_uses)
 
     def _trace(self, operator: Operator) -> None:
         """Note which outputs depend on the batch, which whole outputs on parameters, and how parameters are used."""
@@ -130,32 +130,32 @@ class _Walk:
         roots = frozenset[str]().union(*(self.roots.get(name, ()) for name in operator.inputs))
         if not roots:
             return
-        if self.found.local.keys() & {*operator.outputs}:
+        if self.splits.local.keys() & {*operator.outputs}:
             return
         self.roots |= dict.fromkeys(operator.outputs, roots)
-        if operator.module not in self.found.modules and self.of_batch & {*operator.outputs}:
+        if operator.module not in self.splits.modules and self.of_batch & {*operator.outputs}:
             uses = (self.roots.get(name, ()) for name in operator.inputs if name not in self.of_batch)
             self.whole_uses.update(*uses)
 
     def _find_gathers(self) -> None:
         """Mark the column modules whose output is read whole."""
-        inside = {out: op.module for op in self.forward if op.module in self.found.modules for out in op.outputs}
+        inside = {out: op.module for op in self.forward if op.module in self.splits.modules for out in op.outputs}
         for operator in self.forward:
             for index, name in enumerate(operator.inputs):
                 path = inside.get(name, operator.module)
-                if path == operator.module or self.found.modules[path].style == "row":
+                if path == operator.module or self.splits.modules[path].style == "row":
                     continue
-                reader = self.found.modules.get(operator.module)
+                reader = self.splits.modules.get(operator.module)
                 whole = reader.style == "column" if reader else not is_split(self._expected(operator, index))
                 if whole:
                     self._change(path, gathered=True)
 
     def _change(self, path: str, **changes: bool) -> None:
-        self.found.modules[path] = msgspec.structs.replace(self.found.modules[path], **changes)
+        self.splits.modules[path] = msgspec.structs.replace(self.splits.modules[path], **changes)
 
     def _enter(self, operator: Operator, split: Split) -> None:
         """Handle an operator inside a split module, whose result PyTorch's parallel style makes right."""
-        local = self.found.local
+        local = self.splits.local
         for name in operator.inputs:
             tensor = self.graph.tensors[name]
             if tensor.kind == "parameter" or self._producer(name) == operator.module:
@@ -166,13 +166,13 @@ class _Walk:
                 self._blame(operator)
         for index, name in enumerate(operator.outputs):
             placement = self._produced(operator, index)
-            gathered = self.found.modules[operator.module].gathered
+            gathered = self.splits.modules[operator.module].gathered
             if split.style == "column" and not gathered and isinstance(placement, Shard):
-                local[name], self.found.origin[name] = placement, frozenset({operator.module})
+                local[name], self.splits.origin[name] = placement, frozenset({operator.module})
 
     def _pass(self, operator: Operator) -> None:
         """Handle an operator outside split modules."""
-        local = self.found.local
+        local = self.splits.local
         parts = [name for name in operator.inputs if name in local]
         if not parts:
             return
@@ -192,22 +192,22 @@ class _Walk:
         if not fits:
             self._blame(operator)
             return
-        origin = frozenset().union(*(self.found.origin[name] for name in parts))
+        origin = frozenset().union(*(self.splits.origin[name] for name in parts))
         for name, placement in zip(operator.outputs, produced, strict=True):
             assert isinstance(placement, Shard), "checked above"
-            local[name], self.found.origin[name] = placement, origin
+            local[name], self.splits.origin[name] = placement, origin
 
     def _blame(self, operator: Operator) -> None:
         """Pin the operators of the model itself if ``operator`` is one of them, because the output of a module can be
         gathered. Else, or if this was done, pin the modules whose parts reach the operator, and those beside them."""
         if not operator.module and "" not in self.pinned:
-            self.found.pins[""] = NONE
+            self.splits.pins[""] = NONE
             return
-        origins = {path for name in operator.inputs for path in self.found.origin.get(name, ())}
+        origins = {path for name in operator.inputs for path in self.splits.origin.get(name, ())}
         parents = {starred(path).rpartition(".")[0] for path in origins}
-        for path in self.found.modules:
+        for path in self.splits.modules:
             if path in origins or ("." in path and starred(path).rpartition(".")[0] in parents):
-                self.found.pins[starred(path)] = NONE
+                self.splits.pins[starred(path)] = NONE
 
     def _strategy(self, operator: Operator) -> Strategy:
         return self.strategies[operator.name]

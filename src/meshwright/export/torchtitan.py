@@ -176,8 +176,8 @@ def read(text: str, where: str, num_ranks: int, model: Transformer | None) -> Im
 
     tp, pp, cp, ep = (degree(f"{axis}_parallel_degree") for axis in ("tensor", "pipeline", "context", "expert"))
     replicate, shard = degree("data_parallel_replicate_degree"), degree("data_parallel_shard_degree", -1)
-    rest = num_ranks // max(1, replicate * tp * pp * cp)
-    shard = rest if shard == -1 else shard
+    dp_ranks = num_ranks // max(1, replicate * tp * pp * cp)
+    shard = dp_ranks if shard == -1 else shard
     dp = replicate * shard
     if dp < 1 or dp * tp * pp * cp != num_ranks:
         raise LayoutError(

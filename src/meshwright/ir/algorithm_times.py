@@ -57,5 +57,7 @@ class AlgorithmTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     def joined(self, others: "AlgorithmTimes") -> "AlgorithmTimes":
         """These timings, with the timings of ``others``. If both have timings of the same call, the timings of
         ``others`` are used."""
-        every = {(timing.sizes, timing.algorithm, timing.piece): timing for timing in (*self.timings, *others.timings)}
-        return msgspec.structs.replace(others, timings=tuple(every.values()))
+        by_call = {
+            (timing.sizes, timing.algorithm, timing.piece): timing for timing in (*self.timings, *others.timings)
+        }
+        return msgspec.structs.replace(others, timings=tuple(by_call.values()))

@@ -27,7 +27,7 @@ BLOCK = {True: 512, False: 128}
 """The number of keys that a fused kernel computes at a time, on CPUs (True) and GPUs (False). It skips whole blocks."""
 
 
-class Form(NamedTuple):
+class AttentionForm(NamedTuple):
     """The properties of a call on which it depends which algorithms support it.
 
     ``width`` is the head size of queries and keys, ``values`` that of values. ``shifted``: the queries see a window of
@@ -44,7 +44,7 @@ class Form(NamedTuple):
 
 
 @lru_cache(maxsize=2**12)
-def algorithms_of(form: Form, on_cpu: bool) -> tuple[str, ...]:
+def algorithms_of(form: AttentionForm, on_cpu: bool) -> tuple[str, ...]:
     """The algorithms that support a call, the usual one first.
 
     The limits are those of PyTorch 2.13 (``sdp_utils.cpp``). Only ``plain`` draws the random numbers of dropout by
@@ -54,18 +54,18 @@ def algorithms_of(form: Form, on_cpu: bool) -> tuple[str, ...]:
         return (PLAIN,)
     if on_cpu:
         return (FLASH, PLAIN) if dtype in _CPU_FLASH and width == values else (PLAIN,)
-    found = []
+    algorithms = []
     step = 8 if dtype in _HALVES else 4
     divides = width % step == values % step == 0
     if dtype in _HALVES and divides:
         if width == values <= _FLASH_WIDTH and not masked:
-            found.append(FLASH)
+            algorithms.append(FLASH)
         whole = queries % _CUDNN_LENGTH == keys % _CUDNN_LENGTH == 0
         if max(width, values) <= _CUDNN_WIDTH and whole and not shifted:
-            found.append(CUDNN)
+            algorithms.append(CUDNN)
     if divides and dtype in (*_HALVES, "float32"):
-        found.append(EFFICIENT)
-    return (*found, PLAIN)
+        algorithms.append(EFFICIENT)
+    return (*algorithms, PLAIN)
 
 
 class Band(NamedTuple):
@@ -131,10 +131,10 @@ def _sum_of_clamped(start: int, count: int, most: int) -> int:
 def computed_fraction(pairs: float, queries: int, keys: int, on_cpu: bool) -> float:
     """The fraction of all pairs of queries and keys that a fused kernel computes, if it skips the blocks of keys
     without one of the ``pairs``."""
-    every = queries * keys
-    if not every or keys <= BLOCK[on_cpu]:
+    all_pairs = queries * keys
+    if not all_pairs or keys <= BLOCK[on_cpu]:
         return 1.0
-    return min(1.0, (pairs + queries * BLOCK[on_cpu] / 2) / every) if pairs < every else 1.0
+    return min(1.0, (pairs + queries * BLOCK[on_cpu] / 2) / all_pairs) if pairs < all_pairs else 1.0
 
 
 def backward_bytes(rows: int, width: int) -> int:

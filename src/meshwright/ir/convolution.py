@@ -23,7 +23,7 @@ _KINDS = {"forward": "convolution", "input": "convolution_input", "weight": "con
 _FACTORS = (2, 3, 5, 7)
 
 
-class Work(NamedTuple):
+class CallRequirements(NamedTuple):
     """Requirements of a call: bytes of temporary tensors, and kernels."""
 
     workspace_bytes: int
@@ -113,17 +113,17 @@ def workspace_bytes(kernel: Kernel, on_cpu: bool) -> int:
     return kernel.workspace_bytes + copied
 
 
-def work_of(sizes: ConvolutionSizes, text: str) -> Work:
+def work_of(sizes: ConvolutionSizes, text: str) -> CallRequirements:
     """The requirements of a call whose samples are computed as ``text`` says (``ir/operator_algorithm.py``). The
     workspace of PyTorch's own algorithm is not counted here (see ``native_bytes``)."""
-    every = list(divide(text, sizes.samples))
-    done = [piece_work(sizes._replace(samples=samples), name, len(every) == 1) for name, samples in every]
+    pieces = list(divide(text, sizes.samples))
+    done = [piece_work(sizes._replace(samples=samples), name, len(pieces) == 1) for name, samples in pieces]
     most = max((work.workspace_bytes for work in done), default=0)
-    return Work(most, tuple(kernel for work in done for kernel in work.kernels))
+    return CallRequirements(most, tuple(kernel for work in done for kernel in work.kernels))
 
 
 @lru_cache(maxsize=2**14)
-def piece_work(sizes: ConvolutionSizes, name: str, alone: bool = True) -> Work:
+def piece_work(sizes: ConvolutionSizes, name: str, alone: bool = True) -> CallRequirements:
     """The requirements of an algorithm for all samples of ``sizes`` at once. If the call is a piece of a larger call
     (``alone`` is false), the result of PyTorch's own algorithm is copied. The first kernel carries the workspace."""
     if name == NATIVE:
@@ -136,8 +136,8 @@ def piece_work(sizes: ConvolutionSizes, name: str, alone: bool = True) -> Work:
     return _fft(flat) if name == "fft" else _winograd(flat, int(name[-2]))
 
 
-def _with_workspace(workspace_bytes: int, first: Kernel, *rest: Kernel) -> Work:
-    return Work(workspace_bytes, (msgspec.structs.replace(first, workspace_bytes=workspace_bytes), *rest))
+def _with_workspace(workspace_bytes: int, first: Kernel, *rest: Kernel) -> CallRequirements:
+    return CallRequirements(workspace_bytes, (msgspec.structs.replace(first, workspace_bytes=workspace_bytes), *rest))
 
 
 def _elements(sizes: ConvolutionSizes) -> tuple[int, int, int]:
@@ -171,7 +171,7 @@ def _products(sizes: ConvolutionSizes, m: int, n: int, k: int, batch: int, compl
     return Kernel("matmul", sizes.dtype, flops, ITEM_BYTES[sizes.dtype] * numbers, product=product)
 
 
-def _gemm(sizes: ConvolutionSizes) -> Work:
+def _gemm(sizes: ConvolutionSizes) -> CallRequirements:
     item, groups, positions = ITEM_BYTES[sizes.dtype], sizes.groups, prod(sizes.output)
     window = sizes.channels // groups * prod(sizes.kernel)
     columns = sizes.samples * groups * window * positions * item
@@ -182,7 +182,7 @@ def _gemm(sizes: ConvolutionSizes) -> Work:
     return _with_workspace(columns, unfold, product)
 
 
-def _implicit(sizes: ConvolutionSizes) -> Work:
+def _implicit(sizes: ConvolutionSizes) -> CallRequirements:
     item, samples, (height, width) = ITEM_BYTES[sizes.dtype], sizes.samples, sizes.output
     rows, wide = (size + 2 * pad for size, pad in zip(sizes.image, sizes.padding, strict=True))
     elements, channels, filters = prod(sizes.kernel), sizes.channels, sizes.filters
@@ -204,7 +204,7 @@ def _implicit(sizes: ConvolutionSizes) -> Work:
     return _with_workspace(padded + weights + beside, _copy(sizes, 2 * (padded + beside)), *each * elements)
 
 
-def _fft(sizes: ConvolutionSizes) -> Work:
+def _fft(sizes: ConvolutionSizes) -> CallRequirements:
     height, width = (fft_size(size + 2 * pad) for size, pad in zip(sizes.image, sizes.padding, strict=True))
     item, frequencies = ITEM_BYTES[sizes.dtype], height * (width // 2 + 1)
     frame = height, width
@@ -234,7 +234,7 @@ def _fft(sizes: ConvolutionSizes) -> Work:
     return _with_workspace(peak, transforms[0], *transforms[1:], _products(sizes, *shape, frequencies, True))
 
 
-def _winograd(sizes: ConvolutionSizes, m: int) -> Work:
+def _winograd(sizes: ConvolutionSizes, m: int) -> CallRequirements:
     item, samples, points = ITEM_BYTES[sizes.dtype], sizes.samples, (m + 2) ** 2
     turned = sizes.direction == "input"
     channels, filters = (sizes.filters, sizes.channels) if turned else (sizes.channels, sizes.filters)

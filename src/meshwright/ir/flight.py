@@ -67,7 +67,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
         return self.waits_s > 0 and not self.done_s
 
 
-class Group(msgspec.Struct, frozen=True, kw_only=True):
+class FlightGroup(msgspec.Struct, frozen=True, kw_only=True):
     """A group of ranks, or a channel from one rank to another. ``begun`` counts the operations that this rank has
     begun. ``ranks`` is empty if there are too many to write down."""
 
@@ -100,7 +100,7 @@ class Flight(msgspec.Struct, frozen=True, kw_only=True):
     ended_s: float = 0.0
     ending: str = ""
     verdict: str = ""
-    groups: dict[str, Group] = {}
+    groups: dict[str, FlightGroup] = {}
     events: tuple[Event, ...] = ()
     notes: Notes = Notes()
 
@@ -173,7 +173,7 @@ def _notes(memory: Any) -> Notes:
         return Notes()
 
 
-def _groups(memory: Any) -> Iterable[Group]:
+def _groups(memory: Any) -> Iterable[FlightGroup]:
     for index in range(GROUPS):
         at = _GROUPS_AT + index * GROUP_BYTES
         text = _text(memory[at + _GROUP_TEXT_AT : at + GROUP_BYTES])
@@ -181,16 +181,16 @@ def _groups(memory: Any) -> Iterable[Group]:
             return
         name, _, ranks = text.partition("\n")
         (begun,) = struct.unpack_from("=Q", memory, at)
-        yield Group(name=name, ranks=ranks_of(ranks), begun=begun)
+        yield FlightGroup(name=name, ranks=ranks_of(ranks), begun=begun)
 
 
 def _events(memory: Any, names: Sequence[str], most: int) -> Iterable[Event]:
     (newest,) = struct.unpack_from("=Q", memory, NEWEST_AT)
     for number in range(max(1, newest - min(most, EVENTS) + 1), newest + 1):
-        begun_s, waits_s, done_s, sequence, num_bytes, signature, group, length, text, found = EVENT.unpack_from(
+        begun_s, waits_s, done_s, sequence, num_bytes, signature, group, length, text, stamp = EVENT.unpack_from(
             memory, event_at(number)
         )
-        if found == number and group < len(names):  # else a later event has taken its place meanwhile
+        if stamp == number and group < len(names):  # else a later event has taken its place meanwhile
             yield Event(
                 number=number, group=names[group], sequence=sequence, what=text[:length].decode(errors="replace"),
                 num_bytes=num_bytes, signature=signature, begun_s=begun_s, waits_s=waits_s, done_s=done_s,

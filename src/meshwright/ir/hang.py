@@ -108,13 +108,13 @@ def _absent(
     missing, busy = [], []
     group = flight.groups.get(event.group)
     for other in group.ranks if group is not None else ():
-        theirs = seen[other].flight if other in seen else None
+        other_flight = seen[other].flight if other in seen else None
         if other == rank:
             continue
-        found = theirs.groups.get(event.group) if theirs is not None else None
-        if theirs is None or found is None or found.begun < event.sequence:
+        progress = other_flight.groups.get(event.group) if other_flight is not None else None
+        if other_flight is None or progress is None or progress.begun < event.sequence:
             missing.append(other)
-        elif (same := _same(theirs, event)) is not None and not same.waits_s and not same.done_s:
+        elif (same := _same(other_flight, event)) is not None and not same.waits_s and not same.done_s:
             busy.append(other)
     return tuple(missing), tuple(busy)
 
@@ -246,7 +246,7 @@ def doing(seen: Seen | None) -> str:
 # --- the report ------------------------------------------------------------------------------------------------------
 
 
-def _told(waits: list[Waiting]) -> str:
+def _waiting_line(waits: list[Waiting]) -> str:
     """One line about ranks that wait for the same operation and the same ranks."""
     first, longest_s = waits[0], max(wait.waited_s for wait in waits)
     have, late = "has" if len(waits) == 1 else "have", ""
@@ -261,7 +261,7 @@ def _lines(seen: Mapping[int, Seen], hang: Hang) -> Iterator[str]:
     alike: dict[tuple[object, ...], list[Waiting]] = {}
     for wait in hang.waits:
         alike.setdefault((wait.event.group, text_of(wait.event), wait.missing, wait.busy), []).append(wait)
-    yield from (f"  {_told(each)}" for each in alike.values())
+    yield from (f"  {_waiting_line(each)}" for each in alike.values())
     for rank, (flight, condition) in sorted(seen.items()):
         waits = any(wait.rank == rank for wait in hang.waits)
         if not waits and rank not in hang.causes:

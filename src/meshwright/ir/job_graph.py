@@ -24,7 +24,7 @@ _DIRECTORY = re.compile(r"[\w-][\w.-]*/")
 _OUTSIDE = ("./", "../", "/")
 
 
-class Source(NamedTuple):
+class InputSource(NamedTuple):
     """The source of an input: an output of a vertex, or (``path``) a file or directory that was there before."""
 
     vertex: str
@@ -32,12 +32,12 @@ class Source(NamedTuple):
     path: str = ""
 
 
-def source_of(text: str) -> Source:
+def source_of(text: str) -> InputSource:
     """The source that ``VERTEX.OUTPUT`` or a path that starts with ``./``, ``../`` or ``/`` names."""
     if text.startswith(_OUTSIDE):
-        return Source("", "", text)
+        return InputSource("", "", text)
     vertex, _, output = text.partition(".")
-    return Source(vertex, output)
+    return InputSource(vertex, output)
 
 
 def kind_of(form: str) -> ChannelKind:
@@ -101,7 +101,7 @@ class _Vertex(Section, frozen=True, kw_only=True, tag_field="kind"):
         """The work of the vertex, in words."""
         raise NotImplementedError
 
-    def sources(self) -> dict[str, Source]:
+    def sources(self) -> dict[str, InputSource]:
         """The source of each input."""
         return {name: source_of(text) for name, text in self.inputs.items()}
 

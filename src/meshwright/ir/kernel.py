@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from meshwright.ir.attention import Band, Form, algorithms_of
+from meshwright.ir.attention import AttentionForm, Band, algorithms_of
 from meshwright.ir.graph import ITEM_BYTES
 
 PRODUCTS = ("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm")
@@ -85,7 +85,7 @@ class AttentionSizes(NamedTuple):
         """The algorithms that support the call on a device, the usual one first."""
         parts = 2 if self.ring.size > 1 else 1  # a ring may work on halves
         lengths = self.queries // parts, self.held // parts
-        form = Form(dtype, self.width, self.values, *lengths, self.dropout, self.masked, self.shifted)
+        form = AttentionForm(dtype, self.width, self.values, *lengths, self.dropout, self.masked, self.shifted)
         return algorithms_of(form, on_cpu)
 
     def taken(self, dtype: str, on_cpu: bool) -> str:

@@ -313,14 +313,14 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             yield "layout", "zero_ranks with ep", "leave one of them out"
 
     def _unfit_stages(self, sizes: dict[str, int], world_size: int) -> Iterator[Problem]:
-        place, given = "layout: stage_sizes", len(self.stage_sizes)
+        place, count = "layout: stage_sizes", len(self.stage_sizes)
         if sizes["cp"] != 1 or max([self.ep, *self.spatial, *self.mixed]) > 1:
             yield place, "stage_sizes with cp, ep, spatial or mixed", "leave one of them out"
         if sizes["pp"] == 1:
             yield place, "stage_sizes with pp=1", "give pp of 2 or more, or dp and tp themselves"
-        if given != sizes["pp"]:
+        if count != sizes["pp"]:
             remedy = "give the sizes of every pipeline rank, or none"
-            yield place, f"{given} stage_sizes for pp={sizes['pp']}", remedy
+            yield place, f"{count} stage_sizes for pp={sizes['pp']}", remedy
         for index, own in enumerate(self.stage_sizes):
             if set(own) - {"dp", "tp"} or min(own.values(), default=1) < 1:
                 problem = f"{own} has an axis other than dp and tp, or a size below 1"

@@ -178,8 +178,8 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     @property
     def worst(self) -> Deviation:
         """The part and rank with the largest difference in seconds. If differences are equal, computing comes first."""
-        every = ((abs(entry.difference_s(part)), part, entry) for part in PARTS for entry in self.ranks)
-        _, part, entry = max(every, key=lambda candidate: candidate[0])
+        differences = ((abs(entry.difference_s(part)), part, entry) for part in PARTS for entry in self.ranks)
+        _, part, entry = max(differences, key=lambda candidate: candidate[0])
         return Deviation(
             part=part,
             rank=entry.rank,

@@ -8,7 +8,7 @@ from meshwright.errors import Problem
 from meshwright.ir.device import Device, Origin, device_problems, quantity_problems
 
 
-class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+class LevelMembers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """``count`` equal units of a level whose units are not all equal.
 
     ``levels`` are the levels inside each of these units, innermost first. ``device`` is the device in these units; if
@@ -40,7 +40,7 @@ class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     rings: tuple[float, ...] = ()
     source: str = ""
     origin: Origin = "given"
-    members: tuple[Member, ...] = ()
+    members: tuple[LevelMembers, ...] = ()
 
     def ring_fraction(self, devices: int) -> float:
         """The fraction of the full rate that a collective over ``devices`` devices (2 or more) reaches."""
@@ -51,7 +51,7 @@ class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return self.beta_s_per_byte * self.contention * max(1.0, senders / self.links)
 
 
-class Unit(msgspec.Struct, frozen=True):
+class UnitOfRanks(msgspec.Struct, frozen=True):
     """One of the units that a level joins. It has ranks ``start`` to ``stop`` (counted from the first rank of the
     level), inner levels, and a device."""
 
@@ -61,15 +61,15 @@ class Unit(msgspec.Struct, frozen=True):
     device: Device
 
 
-def units_of(levels: tuple[Level, ...], device: Device) -> tuple[Unit, ...]:
+def units_of(levels: tuple[Level, ...], device: Device) -> tuple[UnitOfRanks, ...]:
     """The units that the outermost of ``levels`` joins, in order. ``device`` is the device of units that have no device
     of their own."""
-    units: list[Unit] = []
+    units: list[UnitOfRanks] = []
     for count, inner, own in _parts(levels):
         size = size_of(inner)
         for _ in range(count):
             start = units[-1].stop if units else 0
-            units.append(Unit(start, start + size, inner, own or device))
+            units.append(UnitOfRanks(start, start + size, inner, own or device))
     return tuple(units)
 
 

@@ -37,7 +37,7 @@ def make_ledger(
     for name, trace in traces:
         check_belongs(trace, plan.digest, name)
         refuse(TraceError, _problems(trace, name, plan.mesh.world_size))
-    every = [{times.rank: times for times in summarize(trace)} for trace in measured]
+    step_times = [{times.rank: times for times in summarize(trace)} for trace in measured]
     foretold = sorted(summarize(predicted), key=lambda times: times.rank)
     levels = _levels(cluster, plan.mesh.world_size)
     betas = cluster.betas
@@ -66,7 +66,7 @@ def make_ledger(
                 rank=times.rank,
                 stage=stages[times.rank],
                 predicted=times,
-                measured=_median([step[times.rank] for step in every]),
+                measured=_median([step[times.rank] for step in step_times]),
                 held_bytes=held.get(times.rank, 0),
                 reserved_bytes=(taken or {}).get(times.rank, (0, 0))[0],
                 device_bytes=(taken or {}).get(times.rank, (0, 0))[1],
@@ -84,9 +84,9 @@ def check_belongs(trace: Trace, digest: str, where: str) -> None:
         TraceError: the trace names no plan, or another plan.
     """
     if trace.plan != digest:
-        said = f"of plan {trace.plan}" if trace.plan else "of no plan"
+        origin = f"of plan {trace.plan}" if trace.plan else "of no plan"
         raise TraceError(
-            f"the trace is {said}, the run's plan is {digest}", where=where, remedy="take the traces of this run"
+            f"the trace is {origin}, the run's plan is {digest}", where=where, remedy="take the traces of this run"
         )
 
 

@@ -137,8 +137,8 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
         """The ranks of ``stage`` that hold the same part of the batch as ``rank``, if each stage divides its batch
         evenly over its ranks. With equal stages, this is the rank with the same other coordinates."""
         own, other = self.stage_ranks(self.coordinates(rank).get("pp", 0)), self.stage_ranks(stage)
-        place, count, many = rank - own.start, len(own), len(other)
-        first, last = place * many // count, -(-(place + 1) * many // count)
+        place, count, other_count = rank - own.start, len(own), len(other)
+        first, last = place * other_count // count, -(-(place + 1) * other_count // count)
         return tuple(other[first:last])
 
     def has(self, axis: str) -> bool:
@@ -194,11 +194,11 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     def group_ranks(self, axis: str | Sequence[str], rank: int) -> tuple[int, ...]:
         """The ranks with the coordinates of ``rank`` on all axes except ``axis``, in rising order."""
         varying = members(axis) if isinstance(axis, str) else tuple(axis)
-        here = self.coordinates(rank)
+        coordinates = self.coordinates(rank)
         self._known_in_a_stage(varying)
         if self.stages:
-            return self._ranks_around(varying, rank, here["pp"])
-        return self.ranks_at({name: here[name] for name in self.names if name not in varying})
+            return self._ranks_around(varying, rank, coordinates["pp"])
+        return self.ranks_at({name: coordinates[name] for name in self.names if name not in varying})
 
     def groups(self, axis: str | Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """All groups of ranks along ``axis`` (one or more axes), in order of their first ranks."""

@@ -94,10 +94,10 @@ def divide(text: str, samples: int) -> Iterator[tuple[str, int]]:
 
 def text_of(pieces: Iterable[tuple[str, int]]) -> str:
     """The text of pieces (name, number of samples), in their order. A single piece gives the name alone."""
-    every = list(pieces)
-    if len(every) == 1:
-        return every[0][0]
-    runs = ((key, len(list(run))) for key, run in groupby(every))
+    listed = list(pieces)
+    if len(listed) == 1:
+        return listed[0][0]
+    runs = ((key, len(list(run))) for key, run in groupby(listed))
     return " + ".join(str(Pieces(count, samples, name)) for (name, samples), count in runs)
 
 

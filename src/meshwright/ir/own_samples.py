@@ -33,8 +33,8 @@ def owned_problems(
     place = f"strategies[{operator.name!r}]"
     for reader in [op.name for op in graph.operators if not {*operator.outputs[1:3]}.isdisjoint(op.inputs)]:
         if _axes(strategies[reader]) != axes:
-            problem = f"its own samples are split over {_said(axes)}, those of its gradient over "
-            problem += _said(_axes(strategies[reader]))
+            problem = f"its own samples are split over {_axes_text(axes)}, those of its gradient over "
+            problem += _axes_text(_axes(strategies[reader]))
             yield place, problem, f"split both alike, {operator.name!r} and {reader!r}"
     if axes and (least := _least(graph, operator, strategies[operator.name], sizes)) < 2:
         problem = f"a rank would have {least} value of a channel, and statistics need 2"
@@ -55,5 +55,5 @@ def _axes(strategy: Chosen) -> set[str]:
     return {axis for axis, choice in strategy.items() if choice == OWN}
 
 
-def _said(axes: set[str]) -> str:
+def _axes_text(axes: set[str]) -> str:
     return ", ".join(sorted(axes)) or "nothing"

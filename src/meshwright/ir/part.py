@@ -10,7 +10,7 @@ import msgspec
 
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.device import Device
-from meshwright.ir.level import Level, Unit, units_of
+from meshwright.ir.level import Level, UnitOfRanks, units_of
 from meshwright.ir.mesh import Mesh
 
 
@@ -88,10 +88,10 @@ def _cluster(cluster: Cluster, device: Device, levels: tuple[Level, ...]) -> Clu
     )
 
 
-def _overlapped(levels: tuple[Level, ...], device: Device, ranks: range) -> list[Unit]:
+def _overlapped(levels: tuple[Level, ...], device: Device, ranks: range) -> list[UnitOfRanks]:
     """The units of the outermost level that hold at least one of the ranks."""
-    every = units_of(levels, device) if levels else ()
-    return [unit for unit in every if unit.start < ranks.stop and ranks.start < unit.stop]
+    units = units_of(levels, device) if levels else ()
+    return [unit for unit in units if unit.start < ranks.stop and ranks.start < unit.stop]
 
 
 def _fills_units(levels: tuple[Level, ...], ranks: range) -> bool:

@@ -16,7 +16,7 @@ from meshwright.ir.operator_algorithm import FLOAT8, NATIVE, PIECES
 from meshwright.ir.pipeline import Pipeline
 from meshwright.ir.placement import Flat, Placement
 from meshwright.ir.precision import Precision
-from meshwright.ir.resharding import Link
+from meshwright.ir.resharding import AxisLink
 from meshwright.ir.schedule import ActionKind
 from meshwright.ir.stages import Cut, cut
 
@@ -124,7 +124,7 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     first: str = ""
     recompute: tuple[str, ...] = ()
     algorithms: dict[str, str] = {}
-    links: dict[str, Link] = {}
+    links: dict[str, AxisLink] = {}
     operator_algorithms: dict[str, str] = {}
     receivers: dict[ActionKind, tuple[int, ...]] = {}
 
@@ -180,7 +180,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     buckets: tuple[Bucket, ...] = ()
     gathers: tuple[Bucket, ...] = ()
     algorithms: dict[str, str] = {}
-    links: dict[str, Link] = {}
+    links: dict[str, AxisLink] = {}
     interiors: tuple[str, ...] = ()
     border_codec: str = ""
     prefetch: int = 1
@@ -214,7 +214,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         """The algorithms of the collectives of a stage, by axis."""
         return self.stages[stage].algorithms if self.uneven else self.algorithms
 
-    def links_of(self, stage: int) -> dict[str, Link]:
+    def links_of(self, stage: int) -> dict[str, AxisLink]:
         """The links that decide which resharding is cheapest in a stage, by axis."""
         return self.stages[stage].links if self.uneven else self.links
 
@@ -248,10 +248,10 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     @property
     def digest(self) -> str:
         """A hash of the plan, as 16 hexadecimal digits. It ignores the fields prediction, alternatives and notes."""
-        said = msgspec.to_builtins(self, str_keys=True)
+        fields = msgspec.to_builtins(self, str_keys=True)
         for key in (*NOT_RUN, *(() if self.amendments else ("amendments",))):
-            said.pop(key, None)
-        return hashlib.sha256(msgspec.json.encode(said, order="sorted")).hexdigest()[:16]
+            fields.pop(key, None)
+        return hashlib.sha256(msgspec.json.encode(fields, order="sorted")).hexdigest()[:16]
 
     def explain(self) -> str:
         """The plan as text: a table of modules, splits and reasons, followed by stages, collectives and costs."""
@@ -336,8 +336,8 @@ def _receiving(plan: Plan) -> list[str]:
     for number, stage in enumerate(plan.stages):
         for kind, sizes in stage.receivers.items():
             near = number - 1 if kind is ActionKind.RECV_F else number + 1
-            many = " + ".join(map(str, sizes)) if len(set(sizes)) > 1 else f"{sizes[0]}"
-            how = f"once per {many} ranks, which gather" if max(sizes) > 1 else "by each rank for itself"
+            counts = " + ".join(map(str, sizes)) if len(set(sizes)) > 1 else f"{sizes[0]}"
+            how = f"once per {counts} ranks, which gather" if max(sizes) > 1 else "by each rank for itself"
             lines.append(f"  from stage {near} to stage {number}: equal values are received {how}")
     return lines
 

@@ -61,13 +61,13 @@ def _problems(plan: Plan, graph: Graph) -> Iterator[Problem]:
     yield from _gather_problems(plan, graph)
     yield from _receiver_problems(plan)
     divided = cut(graph, plan.firsts)
-    every = {name for operator in graph.operators for name in (operator.name, starred(operator.name))}
+    known_names = {name for operator in graph.operators for name in (operator.name, starred(operator.name))}
     for index, stage in enumerate(plan.stages):
         names = {op.name for op in graph.operators if divided.stage_of.get(op.name, index) == index}
         names |= {starred(name) for name in names}
         for key, named in (("strategies", stage.strategies), ("operator_algorithms", stage.operator_algorithms)):
             for name in [name for name in named if name not in names]:
-                where = f"in stage {index} " if name in every else ""
+                where = f"in stage {index} " if name in known_names else ""
                 yield key, f"there is {where}no operator {name!r}".replace("  ", " "), "remove the line"
     strategies = plan.strategies(graph, divided)
     sizes = {op.name: plan.sizes(divided.stage_of.get(op.name, 0)) for op in graph.operators}

@@ -253,8 +253,8 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     def moving(self, phases: Sequence[str]) -> str:
         """The first reason why one of these phases cannot be captured as a graph, with its stage; empty if all can."""
-        found = ((phase.name, reason) for phase in map(self.phase, phases) for reason in phase.moving)
-        return next((f"stage {self.stage}, {name}: {reason}" for name, reason in found), "")
+        reasons = ((phase.name, reason) for phase in map(self.phase, phases) for reason in phase.moving)
+        return next((f"stage {self.stage}, {name}: {reason}" for name, reason in reasons), "")
 
 
 class RankPrograms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

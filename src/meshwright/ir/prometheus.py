@@ -11,10 +11,13 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 def text(values: Mapping[str, float], labels: Mapping[str, str]) -> str:
     """A gauge for each value: ``held_out/loss`` becomes ``meshwright_held_out_loss``. All have the same labels."""
     names = {f"{PREFIX}_{re.sub('[^a-zA-Z0-9]+', '_', name).strip('_')}": value for name, value in values.items()}
-    given = ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items())
+    label_text = ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items())
     lines = []
     for name, value in names.items():
-        lines += [f"# TYPE {name} gauge", f"{name}{{{given}}} {number(value)}" if given else f"{name} {number(value)}"]
+        lines += [
+            f"# TYPE {name} gauge",
+            f"{name}{{{label_text}}} {number(value)}" if label_text else f"{name} {number(value)}",
+        ]
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -28,13 +28,13 @@ class ReplicaUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             ("replicas", "predicted", "measured"),
             ("exchange and waiting in a step", seconds(self.predicted_waited_s), seconds(self.waited_s)),
             ("bytes sent in a step", size(self.predicted_bytes), size(self.sent_bytes)),
-            ("steps ahead of the slowest", _told(self.predicted_staleness), _told(self.staleness)),
+            ("steps ahead of the slowest", _staleness_text(self.predicted_staleness), _staleness_text(self.staleness)),
         ]
         title = f"  {self.num_replicas} replicas, {self.rule}, {self.num_steps} steps"
         return [title, *aligned(rows)]
 
 
-def _told(staleness: dict[int, int]) -> str:
+def _staleness_text(staleness: dict[int, int]) -> str:
     """The mean and the maximum of the staleness, as text."""
     count = sum(staleness.values())
     mean = sum(value * times for value, times in staleness.items()) / max(1, count)

@@ -39,7 +39,7 @@ _ORDER = {"all_reduce": 0, "reduce_scatter": 0, "all_to_all": 1, "all_gather": 2
 """The order of preference among moves that take equal time."""
 
 
-class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class AxisLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The link between the ranks of an axis: the seconds for an empty message, and the seconds per byte."""
 
     latency_s: float = 1e-5
@@ -68,7 +68,7 @@ class Mover(msgspec.Struct, frozen=True, dict=True):
     that may move as one, to their links. An axis without an entry has the default link."""
 
     sizes: Mapping[str, int]
-    links: Mapping[str, Link] = {}
+    links: Mapping[str, AxisLink] = {}
 
     def moves(
         self, have: Placements, want: Placements, shape: tuple[int, ...], item_bytes: int
@@ -104,7 +104,7 @@ def _cheapest(
     start: _State,
     end: _State,
     sizes: tuple[tuple[str, int], ...],
-    links: tuple[tuple[str, Link], ...],
+    links: tuple[tuple[str, AxisLink], ...],
     shape: tuple[int, ...],
     item_bytes: int,
 ) -> tuple[ReshardingMove, ...]:
@@ -207,7 +207,7 @@ class _Start(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _tensor(
-    sizes: tuple[tuple[str, int], ...], links: tuple[tuple[str, Link], ...], shape: tuple[int, ...], item_bytes: int
+    sizes: tuple[tuple[str, int], ...], links: tuple[tuple[str, AxisLink], ...], shape: tuple[int, ...], item_bytes: int
 ) -> "_Tensor":
     return _Tensor(dict(sizes), dict(links), shape, item_bytes)
 
@@ -215,7 +215,9 @@ def _tensor(
 class _Tensor:
     """The steps of a tensor on a mesh, with their times. Searches reuse the steps that earlier searches computed."""
 
-    def __init__(self, sizes: dict[str, int], links: dict[str, Link], shape: tuple[int, ...], item_bytes: int) -> None:
+    def __init__(
+        self, sizes: dict[str, int], links: dict[str, AxisLink], shape: tuple[int, ...], item_bytes: int
+    ) -> None:
         self.sizes, self.links, self.shape, self.item_bytes = sizes, links, shape, item_bytes
         self.names = list(sizes)
         names = [*self.names, *(name for name in links if len(members(name)) > 1)]
@@ -269,7 +271,7 @@ class _Tensor:
 
     def _gather(self, name: str, axes: tuple[int, ...]) -> tuple[float, float]:
         """The seconds of latency in an all-gather, and its seconds for each byte of the result."""
-        parts, link = self._parts(*axes), self.links.get(name) or Link()
+        parts, link = self._parts(*axes), self.links.get(name) or AxisLink()
         return ceil(log2(parts)) * link.latency_s, (parts - 1) / parts * link.byte_s
 
     def _starts_of(self, state: _State) -> Iterator[_Start]:
@@ -375,7 +377,7 @@ class _Tensor:
         if kind == "slice":
             return 0.0
         parts = self._parts(*group.axes)
-        link = self.links.get(group.name) or Link()
+        link = self.links.get(group.name) or AxisLink()
         largest = max(self._size(before), self._size(after))
         passes = 2 if kind == "all_reduce" else 1
         rounds = parts - 1 if kind == "all_to_all" else passes * ceil(log2(parts))

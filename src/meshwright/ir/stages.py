@@ -94,9 +94,9 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
 
     def reduced_inputs(self, operator: Operator, producers: dict[str, Operator]) -> set[str]:
         """An operator's inputs that another stage makes. Partial sums among them are reduced before they are sent."""
-        here = self.stage_of.get(operator.name)
+        stage = self.stage_of.get(operator.name)
         makers = ((name, producers[name].name) for name in operator.inputs if name in producers)
-        return {name for name, maker in makers if here is not None and self.stage_of.get(maker, here) != here}
+        return {name for name, maker in makers if stage is not None and self.stage_of.get(maker, stage) != stage}
 
     def received(self, stage: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The tensors that a stage receives from the previous stage (forward) and from the next stage (backward)."""

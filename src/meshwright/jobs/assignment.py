@@ -46,7 +46,7 @@ def of_threads(threads: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(threads)}
 
 
-class Assignment(msgspec.Struct, frozen=True, kw_only=True):
+class UnitAssignment(msgspec.Struct, frozen=True, kw_only=True):
     """A unit to run: its vertices and the streams between them. ``folder`` is the graph's folder, ``environment`` has
     environment variables."""
 

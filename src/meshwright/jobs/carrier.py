@@ -13,9 +13,9 @@ from typing import Protocol
 import msgspec
 
 from meshwright.ir.job_graph import JobNode
-from meshwright.jobs.assignment import Assignment, Outcome
+from meshwright.jobs.assignment import Outcome, UnitAssignment
 from meshwright.jobs.execute import signal_name
-from meshwright.jobs.placement import Slot
+from meshwright.jobs.placement import NodeSlot
 
 
 class Carrier(Protocol):
@@ -24,7 +24,7 @@ class Carrier(Protocol):
     def nodes(self) -> Mapping[str, JobNode]:
         """The nodes that are there now."""
 
-    def start(self, assignment: Assignment, slot: Slot) -> None:
+    def start(self, assignment: UnitAssignment, slot: NodeSlot) -> None:
         """Start an assignment in a place that is free."""
 
     def wait(self) -> list[Outcome]:
@@ -34,7 +34,7 @@ class Carrier(Protocol):
         """End all workers, whatever they do."""
 
 
-def lost(assignment: Assignment, start_s: float, problem: str) -> Outcome:
+def lost(assignment: UnitAssignment, start_s: float, problem: str) -> Outcome:
     """The outcome of an assignment whose worker died."""
     return Outcome(
         unit=assignment.unit, attempt=assignment.attempt, start_s=start_s, end_s=time.time(),
@@ -53,7 +53,7 @@ class _Worker:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
             env={**os.environ, **variables},
         )  # fmt: skip
-        self.assignment: Assignment | None = None
+        self.assignment: UnitAssignment | None = None
         self.start_s = 0.0
         self.read = bytearray()
 
@@ -70,7 +70,7 @@ class Processes:
         """The nodes that the graph's file names, all on this machine, or this machine."""
         return self._nodes
 
-    def start(self, assignment: Assignment, slot: Slot) -> None:
+    def start(self, assignment: UnitAssignment, slot: NodeSlot) -> None:
         """Give the assignment to an idle worker with its variables, or to a new one."""
         if self._nodes[slot.node].gpus:
             visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, slot.gpus))}

@@ -59,10 +59,14 @@ def _named_problems(graph: JobGraph) -> Iterator[Problem]:
         if not _VERTEX.fullmatch(name):
             yield at, f"{name!r} is no name of a vertex", "use letters, digits, - and _"
         for key, names in (("inputs", vertex.inputs), ("outputs", vertex.outputs)):
-            for given in names:
-                if not given.isidentifier() or given == RESERVED:
-                    yield f"{at}.{key}", f"{given!r} is no name of an argument", "use a Python name that is not python"
-        if both := [given for given in vertex.inputs if given in vertex.outputs]:
+            for argument in names:
+                if not argument.isidentifier() or argument == RESERVED:
+                    yield (
+                        f"{at}.{key}",
+                        f"{argument!r} is no name of an argument",
+                        "use a Python name that is not python",
+                    )
+        if both := [argument for argument in vertex.inputs if argument in vertex.outputs]:
             yield f"{at}.outputs.{both[0]}", "is the name of an input too", "rename one of them"
         for output, form in vertex.outputs.items():
             try:
@@ -93,8 +97,8 @@ def _training_problems(at: str, vertex: TrainVertex) -> Iterator[Problem]:
 def _input_problems(graph: JobGraph, folder: Path) -> Iterator[Problem]:
     readers: dict[tuple[str, str], str] = {}
     for name, vertex in graph.vertices.items():
-        for given, source in vertex.sources().items():
-            at = f"vertices.{name}.inputs.{given}"
+        for input_name, source in vertex.sources().items():
+            at = f"vertices.{name}.inputs.{input_name}"
             if source.path:
                 if not (folder / source.path).exists():
                     yield at, f"there is no file {folder / source.path}", "make it, or correct the path"
@@ -114,7 +118,7 @@ def _input_problems(graph: JobGraph, folder: Path) -> Iterator[Problem]:
                 yield at, "a training reads no stream", "let a vertex write it to a file first"
             if other := readers.get((source.vertex, source.output)):
                 remedy = "a stream has one reader: make it a file, or two streams"
-                yield at, f"the stream {vertex.inputs[given]} is read by {other} too", remedy
+                yield at, f"the stream {vertex.inputs[input_name]} is read by {other} too", remedy
             readers[source.vertex, source.output] = name
     for name, vertex in graph.vertices.items():
         for output, form in vertex.outputs.items():
@@ -136,10 +140,10 @@ def _writer_problems(graph: JobGraph, folder: Path) -> Iterator[Problem]:
                 yield at, f"{path} is a folder", f"name a file in it, such as {Path(path) / output}"
             writers[place] = f"vertices.{name}.publish.{output}"
     for name, vertex in graph.vertices.items():
-        for given, source in vertex.sources().items():
+        for input_name, source in vertex.sources().items():
             if source.path and (writer := writers.get((folder / source.path).resolve())):
                 problem = f"{source.path} is written by {writer}, before or after it is read"
-                yield f"vertices.{name}.inputs.{given}", problem, "read the vertex's output: VERTEX.OUTPUT"
+                yield f"vertices.{name}.inputs.{input_name}", problem, "read the vertex's output: VERTEX.OUTPUT"
 
 
 def _cycle_problems(graph: JobGraph) -> Iterator[Problem]:

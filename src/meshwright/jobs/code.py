@@ -49,13 +49,13 @@ def function_file(name: str, folder: Path) -> Path:
 
 def _module_file(module: str, path: Sequence[str]) -> Path | None:
     """The source file of a module; None if it is not found."""
-    names, found = module.split("."), None
+    names, spec = module.split("."), None
     for depth in range(len(names)):
-        found = PathFinder.find_spec(".".join(names[: depth + 1]), path)
-        if found is None:
+        spec = PathFinder.find_spec(".".join(names[: depth + 1]), path)
+        if spec is None:
             return None
-        path = list(found.submodule_search_locations or ())
-    origin = found.origin if found is not None else None
+        path = list(spec.submodule_search_locations or ())
+    origin = spec.origin if spec is not None else None
     return Path(origin) if origin and origin.endswith(".py") else None
 
 
@@ -72,14 +72,14 @@ def _names(tree: ast.Module) -> Iterator[str]:
 
 def code_files(vertex: Vertex, folder: Path) -> list[Path]:
     """The files whose contents count as the code of the vertex."""
-    found = [folder / name for name in vertex.code]
+    paths = [folder / name for name in vertex.code]
     if isinstance(vertex, FunctionVertex):
-        found.append(function_file(vertex.function, folder))
+        paths.append(function_file(vertex.function, folder))
     elif isinstance(vertex, CommandVertex):
-        found += [folder / word for word in vertex.command if _is_file(folder / word)]
+        paths += [folder / word for word in vertex.command if _is_file(folder / word)]
     else:
-        found += [folder / name for name in (vertex.run, vertex.plan) if name]
-    return found
+        paths += [folder / name for name in (vertex.run, vertex.plan) if name]
+    return paths
 
 
 def _is_file(path: Path) -> bool:

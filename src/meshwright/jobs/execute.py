@@ -24,8 +24,8 @@ from meshwright.errors import JobError
 from meshwright.ir import files
 from meshwright.ir.job_graph import OBJECTS, file_of, kind_of
 from meshwright.jobs import values
-from meshwright.jobs.assignment import Assignment, Outcome, Task
-from meshwright.jobs.store import DamagedError, Store, Stored
+from meshwright.jobs.assignment import Outcome, Task, UnitAssignment
+from meshwright.jobs.store import DamagedError, OutputStore, Stored
 from meshwright.jobs.training import MAIN
 
 TAIL = 12
@@ -47,9 +47,9 @@ class _Failed(NamedTuple):
 
 def execute(data: bytes) -> bytes:
     """Run an assignment (JSON), and return its outcome (JSON). Raises nothing: errors are in the outcome."""
-    assignment = msgspec.json.decode(data, type=Assignment)
+    assignment = msgspec.json.decode(data, type=UnitAssignment)
     start_s = time.time()
-    store = Store(Path(assignment.store))
+    store = OutputStore(Path(assignment.store))
     outputs: dict[str, dict[str, Stored]] = {}
     failed: _Failed | None = None
     damaged: Stored | None = None
@@ -95,7 +95,7 @@ def tail(log: Path) -> tuple[str, ...]:
 # --- before and after ------------------------------------------------------------------------------------------------
 
 
-def _prepare(task: Task, store: Store, *, alone: bool) -> None:
+def _prepare(task: Task, store: OutputStore, *, alone: bool) -> None:
     """Make the vertex's directories, and place its inputs. Raise a DamagedError if one is missing or changed, except
     objects of a function that runs ``alone``, in this process: it checks them when it reads them."""
     directory = Path(task.directory)
@@ -123,7 +123,7 @@ def _paths(task: Task) -> dict[str, str]:
     return paths | {name: str(directory / "outputs" / file_of(name, form)) for name, form in kept.items()}
 
 
-def _stored(task: Task, store: Store) -> dict[str, Stored]:
+def _stored(task: Task, store: OutputStore) -> dict[str, Stored]:
     """Store what the vertex has written. Raise a JobError if an output is missing."""
     paths, result = _paths(task), {}
     for name, form in task.outputs.items():
@@ -139,7 +139,7 @@ def _stored(task: Task, store: Store) -> dict[str, Stored]:
 # --- running ---------------------------------------------------------------------------------------------------------
 
 
-def _run(assignment: Assignment) -> _Failed | None:
+def _run(assignment: UnitAssignment) -> _Failed | None:
     """Run all vertices; None if they ended well. A single function runs in this process, which has started with its
     variables, and everything else in processes of its own."""
     os.chdir(assignment.folder)
@@ -150,11 +150,11 @@ def _run(assignment: Assignment) -> _Failed | None:
     return _run_processes(assignment)
 
 
-def _call(task: Task, assignment: Assignment, streams: dict[str, str]) -> _Failed | None:
+def _call(task: Task, assignment: UnitAssignment, streams: dict[str, str]) -> _Failed | None:
     """Call the vertex's function, and write the objects that it returns."""
     if assignment.folder not in sys.path:
         sys.path.insert(0, assignment.folder)
-    paths, store = _paths(task), Store(Path(assignment.store))
+    paths, store = _paths(task), OutputStore(Path(assignment.store))
     arguments: dict[str, Any] = {**task.arguments, **{name: Path(path) for name, path in streams.items()}}
     for name, given in task.inputs.items():
         if given.stored is not None and given.form in OBJECTS:
@@ -192,14 +192,14 @@ def _call(task: Task, assignment: Assignment, streams: dict[str, str]) -> _Faile
 def call_alone(path: str) -> int:
     """Call the function of a vertex in a process of its own. ``path`` is a file with the assignment, of this vertex
     alone, and the paths of its streams. The exit code: 0, or 1 after an error, which is printed."""
-    assignment, streams = msgspec.json.decode(Path(path).read_bytes(), type=tuple[Assignment, dict[str, str]])
+    assignment, streams = msgspec.json.decode(Path(path).read_bytes(), type=tuple[UnitAssignment, dict[str, str]])
     failed = _call(assignment.tasks[0], assignment, streams)
     if failed is not None:
         sys.stderr.write(f"{failed.problem}\n")
     return int(failed is not None)
 
 
-def _run_processes(assignment: Assignment) -> _Failed | None:
+def _run_processes(assignment: UnitAssignment) -> _Failed | None:
     """Run every vertex as a process, joined by pipes. If one fails, the others are killed."""
     ends: dict[tuple[str, str], int] = {}
     for pipe in assignment.pipes:
@@ -208,8 +208,8 @@ def _run_processes(assignment: Assignment) -> _Failed | None:
     try:
         try:
             for task in assignment.tasks:
-                mine = {name: end for (vertex, name), end in ends.items() if vertex == task.vertex}
-                running[task.vertex] = _started(task, assignment, mine)
+                own_ends = {name: end for (vertex, name), end in ends.items() if vertex == task.vertex}
+                running[task.vertex] = _started(task, assignment, own_ends)
         finally:
             for end in ends.values():
                 os.close(end)
@@ -232,7 +232,7 @@ def _run_processes(assignment: Assignment) -> _Failed | None:
             process.wait()
 
 
-def _started(task: Task, assignment: Assignment, ends: dict[str, int]) -> subprocess.Popen[bytes]:
+def _started(task: Task, assignment: UnitAssignment, ends: dict[str, int]) -> subprocess.Popen[bytes]:
     directory = Path(task.directory)
     streams = {name: f"/dev/fd/{end}" for name, end in ends.items()}
     if task.function:

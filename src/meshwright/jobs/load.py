@@ -44,17 +44,17 @@ def _tables(raw: dict[str, Any], key: str, where: str) -> list[tuple[str, dict[s
 
 
 def _vertex(table: dict[str, Any], where: str) -> Vertex:
-    given = [key for key in KINDS if key in table]
-    if len(given) != 1:
-        problem = f"has {' and '.join(given)}" if given else f"has no {', '.join(KINDS)}"
-        near = next((hint for key in table if not given and (hint := files.did_you_mean(key, KINDS))), "")
+    kinds_named = [key for key in KINDS if key in table]
+    if len(kinds_named) != 1:
+        problem = f"has {' and '.join(kinds_named)}" if kinds_named else f"has no {', '.join(KINDS)}"
+        near = next((hint for key in table if not kinds_named and (hint := files.did_you_mean(key, KINDS))), "")
         remedy = near or f"give one of {', '.join(KINDS)}: it says what the vertex runs"
         raise FileFormatError(problem, where=where, remedy=remedy)
-    kind = KINDS[given[0]]
-    found: Vertex = _decoded({"kind": kind.__struct_config__.tag, **table}, kind, where)
-    return found
+    kind = KINDS[kinds_named[0]]
+    vertex: Vertex = _decoded({"kind": kind.__struct_config__.tag, **table}, kind, where)
+    return vertex
 
 
 def _decoded(table: dict[str, Any], kind: type[T], where: str) -> T:
-    given = {key: value for key, value in table.items() if value is not None}  # TOML has no None, the builder may
-    return files.decode(msgspec.toml.encode(given), kind, where=where, toml=True)
+    values = {key: value for key, value in table.items() if value is not None}  # TOML has no None, the builder may
+    return files.decode(msgspec.toml.encode(values), kind, where=where, toml=True)

@@ -13,10 +13,10 @@ import msgspec
 
 from meshwright.errors import JobError
 from meshwright.ir.job_graph import JobNode
-from meshwright.jobs.assignment import Assignment, Outcome, of_threads
+from meshwright.jobs.assignment import Outcome, UnitAssignment, of_threads
 from meshwright.jobs.carrier import lost
 from meshwright.jobs.execute import execute
-from meshwright.jobs.placement import Slot
+from meshwright.jobs.placement import NodeSlot
 
 LOCAL = "local"
 _STORE_BYTES = 80 * 2**20
@@ -71,7 +71,7 @@ class OnRay:
         # Ray prints each end of a worker on this process's standard output, and has no public switch for that.
         ray._private.worker._worker_logs_enabled = False
         self._execute = ray.remote(execute)
-        self._running: dict[Any, tuple[Assignment, float]] = {}
+        self._running: dict[Any, tuple[UnitAssignment, float]] = {}
         if workers:
             try:
                 self._warm(workers)
@@ -94,7 +94,7 @@ class OnRay:
             for node in alive
         }  # fmt: skip
 
-    def start(self, assignment: Assignment, slot: Slot) -> None:
+    def start(self, assignment: UnitAssignment, slot: NodeSlot) -> None:
         """Submit the assignment as a task, which Ray does not retry: the scheduler does."""
         options: dict[str, Any] = {"num_cpus": slot.cpus, "num_gpus": len(slot.gpus), "max_retries": 0}
         options["runtime_env"] = {"env_vars": assignment.worker_variables}

@@ -9,7 +9,7 @@ from meshwright.jobs.order import Unit
 _LEAST = 1e-9
 
 
-class Slot(NamedTuple):
+class NodeSlot(NamedTuple):
     """A place on a node that a unit takes: ``gpus`` are the numbers of its GPUs."""
 
     node: str
@@ -27,7 +27,7 @@ class Free:
         self._gpus = {name: tuple(range(node.gpus)) for name, node in nodes.items()}
         self._memory = {name: node.memory_bytes for name, node in nodes.items()}
 
-    def take(self, unit: Unit) -> Slot | None:
+    def take(self, unit: Unit) -> NodeSlot | None:
         """Take a place for the unit: on the node with the fewest free cores that has all it needs, the first of equal
         ones. None if no node has it now."""
         fitting = [name for name in self._nodes if self._fits(name, unit)]
@@ -35,14 +35,14 @@ class Free:
             return None
         node = min(fitting, key=lambda name: self._cpus[name])
         gpus = self._gpus[node][: unit.gpus]
-        slot = Slot(node, unit.cpus, gpus, unit.memory_bytes)
+        slot = NodeSlot(node, unit.cpus, gpus, unit.memory_bytes)
         self._cpus[node] -= slot.cpus
         self._gpus[node] = self._gpus[node][unit.gpus :]
         if (memory := self._memory[node]) is not None:
             self._memory[node] = memory - slot.memory_bytes
         return slot
 
-    def give(self, slot: Slot) -> None:
+    def give(self, slot: NodeSlot) -> None:
         """Give a place back."""
         if slot.node not in self._nodes:
             return
@@ -71,7 +71,7 @@ def has_labels(node: JobNode, unit: Unit) -> bool:
     return all(node.labels.get(name) == value for name, value in unit.labels)
 
 
-def next_starts(ready: Iterable[Unit], left_s: Mapping[str, float], free: Free) -> list[tuple[Unit, Slot]]:
+def next_starts(ready: Iterable[Unit], left_s: Mapping[str, float], free: Free) -> list[tuple[Unit, NodeSlot]]:
     """Start every unit of ``ready`` for which there is a place, those with the longest path behind them (``left_s``)
     first; of equal ones, in the given order. A unit without a place does not keep later ones waiting."""
     started = []

@@ -20,7 +20,7 @@ from meshwright.jobs.on_ray import OnRay
 from meshwright.jobs.order import Unit, before_units, chains, critical_path, is_chain, levels, units, worker_threads
 from meshwright.jobs.scheduler import Scheduler, Told
 from meshwright.jobs.simulate import lower_bound, makespan, simulate
-from meshwright.jobs.store import Store
+from meshwright.jobs.store import OutputStore
 from meshwright.runtime.lock import LAUNCHER, locked
 
 CarrierName = Literal["ray", "here"]
@@ -96,7 +96,7 @@ def outputs_of(directory: str | os.PathLike[str]) -> dict[str, dict[str, Path]]:
     """The file of every output of every vertex that has finished in the directory, by vertex and output, as in the last
     run that ran or reused the vertex. Of a directory it is the list of its files."""
     directory = Path(directory).absolute()
-    store = Store(directory / "objects")
+    store = OutputStore(directory / "objects")
     by_key: dict[tuple[str, str], Finished] = {}
     last: dict[str, Finished] = {}
     for event in _events(directory):
@@ -116,11 +116,11 @@ def value_of(directory: str | os.PathLike[str], source: str) -> Any:
     from meshwright.jobs.values import decode
 
     vertex, _, output = source.partition(".")
-    found = outputs_of(directory).get(vertex, {}).get(output)
-    if found is None:
+    path = outputs_of(directory).get(vertex, {}).get(output)
+    if path is None:
         raise JobError(f"there is no output {source!r}", where=str(directory), remedy="run the graph there first")
     graph = files.load(Path(directory) / "graph.json", JobGraph)
-    return decode(files.read_bytes(found), graph.vertices[vertex].outputs[output])
+    return decode(files.read_bytes(path), graph.vertices[vertex].outputs[output])
 
 
 def this_machine() -> JobNode:
@@ -154,8 +154,8 @@ def _events(directory: Path) -> tuple[Event, ...]:
 def expected_seconds(graph: JobGraph, events: Sequence[Event]) -> dict[str, float]:
     """The expected seconds of each vertex for which they are known: those of the graph, or of the last run."""
     measured = {event.vertex: event.end_s - event.start_s for event in events if isinstance(event, Finished)}
-    given = {name: vertex.seconds for name, vertex in graph.vertices.items()}
-    known = {name: measured.get(name) if seconds is None else seconds for name, seconds in given.items()}
+    stated = {name: vertex.seconds for name, vertex in graph.vertices.items()}
+    known = {name: measured.get(name) if seconds is None else seconds for name, seconds in stated.items()}
     return {name: seconds for name, seconds in known.items() if seconds is not None}
 
 
@@ -224,13 +224,13 @@ def measured_record(graph: JobGraph, predicted: JobRecord, events: Sequence[Even
     runs = {name: sum(vertex == name for vertex, _ in ended) for name in graph.vertices}
     failed = {vertex for vertex, event in ended if isinstance(event, Failed)}
 
-    def row(found: JobRow) -> JobRow:
-        name = found.name
+    def row(predicted_row: JobRow) -> JobRow:
+        name = predicted_row.name
         state: Any = (
             "reused" if name in reused else "finished" if name in measured
             else "failed" if name in failed else "waiting"
         )  # fmt: skip
-        return msgspec.structs.replace(found, measured_s=measured.get(name), runs=runs[name], state=state)
+        return msgspec.structs.replace(predicted_row, measured_s=measured.get(name), runs=runs[name], state=state)
 
     makespan_s = max((event.time_s for _, event in ended), default=first_s) - first_s
     notes = predicted.notes

@@ -11,13 +11,13 @@ import msgspec
 
 from meshwright.errors import JobError
 from meshwright.ir.job_graph import CommandVertex, FunctionVertex, JobGraph, TrainVertex, Vertex, file_of
-from meshwright.jobs.assignment import Assignment, Given, Outcome, Pipe, Task
+from meshwright.jobs.assignment import Given, Outcome, Pipe, Task, UnitAssignment
 from meshwright.jobs.carrier import Carrier
 from meshwright.jobs.code import vertex_digest
 from meshwright.jobs.journal import Failed, Finished, Journal, Opened, Published, Reused, Started
 from meshwright.jobs.order import Unit, before_units, remaining_s, topological, units
-from meshwright.jobs.placement import Free, Slot, could_run, next_starts
-from meshwright.jobs.store import DamagedError, Store, Stored, outside
+from meshwright.jobs.placement import Free, NodeSlot, could_run, next_starts
+from meshwright.jobs.store import DamagedError, OutputStore, Stored, outside
 from meshwright.jobs.training import Training, run_of
 
 log = logging.getLogger("meshwright")
@@ -44,7 +44,7 @@ class Scheduler:
         self._tell = tell
         self._units = units(graph)
         self._left_s = remaining_s(before_units(self._units), seconds)
-        self._store = Store(directory / "objects")
+        self._store = OutputStore(directory / "objects")
         self._journal = Journal(directory)
         self._known = {(e.vertex, e.key): e for e in self._journal.events if isinstance(e, Finished)}
         self._attempts: dict[str, int] = {}
@@ -53,7 +53,7 @@ class Scheduler:
                 self._attempts[event.unit] = event.attempt
         self._digests = {name: vertex_digest(vertex, folder) for name, vertex in graph.vertices.items()}
         self._free = Free(carrier.nodes())
-        self._running: dict[str, tuple[Slot, dict[str, str]]] = {}
+        self._running: dict[str, tuple[NodeSlot, dict[str, str]]] = {}
         self._died: dict[str, int] = {}
         self._spoiled: dict[str, int] = {}
         self._looked_up: set[str] = set()
@@ -109,8 +109,8 @@ class Scheduler:
         if unit.name in self._looked_up:
             return False
         self._looked_up.add(unit.name)
-        found = [self._known.get((name, key)) for name, key in self._keys(unit).items()]
-        ends = [end for end in found if end is not None and all(map(self._store.whole, end.outputs.values()))]
+        earlier = [self._known.get((name, key)) for name, key in self._keys(unit).items()]
+        ends = [end for end in earlier if end is not None and all(map(self._store.whole, end.outputs.values()))]
         if len(ends) < len(unit.members):
             return False
         self._journal.write(*(Reused(time_s=time.time(), vertex=end.vertex, key=end.key) for end in ends))
@@ -127,29 +127,29 @@ class Scheduler:
         inside = {name: [other for other in before[name] if other in unit.members] for name in unit.members}
         for name in topological(inside):
             inputs = {}
-            for given, source in self._graph.vertices[name].sources().items():
+            for input_name, source in self._graph.vertices[name].sources().items():
                 if source.path:
-                    inputs[given] = outside(self._folder / source.path)
+                    inputs[input_name] = outside(self._folder / source.path)
                 elif source.vertex in unit.members:
-                    inputs[given] = keys[source.vertex]
+                    inputs[input_name] = keys[source.vertex]
                 else:
-                    inputs[given] = self.finished[source.vertex].outputs[source.output].sha256
+                    inputs[input_name] = self.finished[source.vertex].outputs[source.output].sha256
             parts = msgspec.json.encode([self._digests[name], sorted(inputs.items())])
             keys[name] = hashlib.sha256(parts).hexdigest()
         return keys
 
-    def _start(self, unit: Unit, slot: Slot) -> None:
+    def _start(self, unit: Unit, slot: NodeSlot) -> None:
         attempt = self._attempts[unit.name] = self._attempts.get(unit.name, 0) + 1
         keys = self._keys(unit)
         self._journal.write(Started(time_s=time.time(), unit=unit.name, attempt=attempt, node=slot.node))
         self._running[unit.name] = slot, keys
         pipes = tuple(
-            Pipe(writer=writer, output=output, reader=reader, input=given)
-            for writer, output, reader, given in self._graph.streams()
+            Pipe(writer=writer, output=output, reader=reader, input=input_name)
+            for writer, output, reader, input_name in self._graph.streams()
             if writer in unit.members
         )
         self._carrier.start(
-            Assignment(
+            UnitAssignment(
                 unit=unit.name, attempt=attempt, folder=str(self._folder), store=str(self._store.root), pipes=pipes,
                 tasks=tuple(self._task(name, attempt, keys[name]) for name in unit.members),
             ),
@@ -160,7 +160,7 @@ class Scheduler:
     def _task(self, name: str, attempt: int, key: str) -> Task:
         vertex = self._graph.vertices[name]
         directory = self._directory / "work" / name / f"{attempt}"
-        inputs = {given: self._given(vertex, given) for given in vertex.inputs}
+        inputs = {input_name: self._given(vertex, input_name) for input_name in vertex.inputs}
         threads = max(1, int(vertex.cores) // vertex.num_ranks)
         task = Task(vertex=name, directory=str(directory), inputs=inputs, outputs=vertex.outputs, threads=threads)
         replace = msgspec.structs.replace
@@ -175,7 +175,10 @@ class Scheduler:
     ) -> Training:
         """The training of a vertex. Its directory is that of its key, so that another attempt goes on from the last
         checkpoint, and another training starts anew."""
-        paths = {given: found.path or str(directory / "inputs" / given / found.file) for given, found in inputs.items()}
+        paths = {
+            input_name: value.path or str(directory / "inputs" / input_name / value.file)
+            for input_name, value in inputs.items()
+        }
         return Training(
             run=run_of(vertex, self._folder, paths), where=str(self._folder / vertex.run), ranks=vertex.ranks,
             directory=str(self._directory / "work" / name / f"run-{key[:12]}"), outputs={},
@@ -290,9 +293,9 @@ class Scheduler:
 
     def _error(self, outcome: Outcome) -> JobError:
         runs = self._died[outcome.unit]
-        told = "".join(f"\n  | {line}" for line in outcome.tail)
+        tail = "".join(f"\n  | {line}" for line in outcome.tail)
         output = self._directory / "work" / outcome.vertex / f"{outcome.attempt}" / "log"
-        shown = f"; its last lines:{told}" if told else ""
+        shown = f"; its last lines:{tail}" if tail else ""
         return JobError(
             f"failed {runs} time{'' if runs == 1 else 's'}: {outcome.problem}{shown}",
             where=f"vertices.{outcome.vertex}",
@@ -300,7 +303,7 @@ class Scheduler:
         )
 
 
-def publish(store: Store, stored: Stored, path: Path) -> None:
+def publish(store: OutputStore, stored: Stored, path: Path) -> None:
     """Copy an output to a path outside, in place of what is there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f".{path.name}.new")

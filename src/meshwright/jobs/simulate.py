@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from meshwright.ir.job_graph import JobNode
 from meshwright.jobs.order import Unit, before_units, critical_path, remaining_s
-from meshwright.jobs.placement import Free, Slot, next_starts
+from meshwright.jobs.placement import Free, NodeSlot, next_starts
 
 
 class UnitTime(NamedTuple):
@@ -24,7 +24,7 @@ def simulate(units: Mapping[str, Unit], nodes: Mapping[str, JobNode], seconds: M
     other."""
     left_s = remaining_s(before_units(units), seconds)
     free, now_s, finished = Free(nodes), 0.0, set[str]()
-    waiting, running, number = dict(units), list[tuple[float, int, Unit, Slot]](), count()
+    waiting, running, number = dict(units), list[tuple[float, int, Unit, NodeSlot]](), count()
     times = []
     while waiting or running:
         ready = [unit for unit in waiting.values() if finished.issuperset(unit.before)]

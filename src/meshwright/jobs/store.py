@@ -33,7 +33,7 @@ class DamagedError(Exception):
         self.stored = stored
 
 
-class Store:
+class OutputStore:
     """A directory of stored outputs. Several processes may use it at the same time."""
 
     def __init__(self, root: Path) -> None:
@@ -90,8 +90,8 @@ class Store:
             return path.is_file() and _hash(path) == stored.sha256
         if not path.is_dir() or not self.whole(stored):
             return False
-        found = {str(file.relative_to(path)): _hash(file) for file in path.rglob("*") if file.is_file()}
-        return found == {name: part.sha256 for name, part in self._parts(stored).items()}
+        digests = {str(file.relative_to(path)): _hash(file) for file in path.rglob("*") if file.is_file()}
+        return digests == {name: part.sha256 for name, part in self._parts(stored).items()}
 
     def read(self, stored: Stored) -> bytes:
         """The contents of a file. Raise a DamagedError if it is missing or changed."""

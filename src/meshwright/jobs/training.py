@@ -76,8 +76,8 @@ def _train(training: Training) -> None:
     api.run_ranks(_on_rank, run, num_ranks=training.ranks, directory=directory, again=again)
     outputs = {name: Path(path) for name, path in training.outputs.items()}
     if "losses" in outputs:
-        found = report.read_run(directory).metrics
-        value = {"losses": found.losses, "held_out": found.held_out}
+        metrics = report.read_run(directory).metrics
+        value = {"losses": metrics.losses, "held_out": metrics.held_out}
         files.write_atomically(outputs["losses"], msgspec.json.encode(value))
     if "weights" in outputs:
         _export(run, directory, outputs["weights"])
@@ -103,7 +103,7 @@ def _export(run: Run, directory: Path, path: Path) -> None:
     from meshwright import api, build
     from meshwright.ir.layout import Layout
 
-    trainer = api.trainer_of(run, next(iter(build.Source(run).training())), Layout())
+    trainer = api.trainer_of(run, next(iter(build.DataSource(run).training())), Layout())
     trainer.load_latest(directory / "checkpoints")
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in trainer.full_state_dict().items()}
     if path.suffix == ".safetensors":

@@ -41,8 +41,8 @@ def decode(data: bytes, form: str) -> Any:
         if form == "json":
             return msgspec.json.decode(data)
         if form == "arrays":
-            with np.load(io.BytesIO(data), allow_pickle=False) as found:
-                return {name: found[name] for name in found.files}
+            with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+                return {name: arrays[name] for name in arrays.files}
     except (ValueError, OSError, msgspec.MsgspecError) as error:
         raise JobError(f"is not {form}: {error}", remedy="run the vertex that wrote it again") from None
     return data

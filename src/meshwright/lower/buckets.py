@@ -49,7 +49,7 @@ class Gathers:
         self._groups, self._tensors, self._emit, self._codecs = groups, tensors, emit, codecs
         self._sizes, self._at = sizes_of(groups)
         self._released = {name for stage in plan.stages for name in stage.released}
-        self._found: dict[str, LoweredValue] = {}
+        self._values: dict[str, LoweredValue] = {}
         self._bucket_of = {
             name: bucket for bucket in plan.gathers if bucket.axis in groups for name in bucket.parameters
         }
@@ -61,7 +61,7 @@ class Gathers:
         """The parameter called ``name``, gathered over the axis over which it is stored Flat. If parameters of the
         bucket are released after use, the nodes that gather the bucket are marked (``meta["released"]``), and
         ``lower/partition.py`` runs them again in backward."""
-        if name not in self._found:
+        if name not in self._values:
             bucket = self._bucket_of[name]
             group, names = self._groups[bucket.axis], [member for member in bucket.parameters if member in stored]
             nodes = [stored[member].node for member in names]
@@ -83,11 +83,11 @@ class Gathers:
                 emitted.append(self._emit(aten.slice.Tensor, emitted[1], 0, offset, offset + prod(shape)))
                 emitted.append(self._emit(aten.view.default, emitted[-1], list(shape)))
                 emitted[-1].meta.update(local_shape=shape, dtype=node.meta["dtype"])
-                self._found[member] = LoweredValue(emitted[-1], placements, phase=phase)
+                self._values[member] = LoweredValue(emitted[-1], placements, phase=phase)
                 offset += group.size * prod(node.meta["local_shape"])
             for node in emitted:
                 node.meta.update(operator="gathers", backward=False, released=released)
-        return self._found[name]
+        return self._values[name]
 
 
 def is_cut(plan: Plan, bucket: Bucket) -> bool:

@@ -156,8 +156,8 @@ def _between(node: fx.Node) -> list[str]:
     value = node.meta["val"]
     if isinstance(value, Tensor):
         return [node.name]
-    several = value if isinstance(value, tuple | list) else ()
-    return [f"{node.name}.{index}" for index, output in enumerate(several) if isinstance(output, Tensor)]
+    outputs = value if isinstance(value, tuple | list) else ()
+    return [f"{node.name}.{index}" for index, output in enumerate(outputs) if isinstance(output, Tensor)]
 
 
 def _results(node: fx.Node) -> list[tuple[str, Tensor]]:
@@ -165,8 +165,8 @@ def _results(node: fx.Node) -> list[tuple[str, Tensor]]:
     value = node.meta["val"]
     if isinstance(value, Tensor):
         return [(node.name, value)]
-    several = value if isinstance(value, tuple | list) else ()
-    return [(_item(node, index), output) for index, output in enumerate(several) if isinstance(output, Tensor)]
+    outputs = value if isinstance(value, tuple | list) else ()
+    return [(_item(node, index), output) for index, output in enumerate(outputs) if isinstance(output, Tensor)]
 
 
 def _copied_bytes(target: Any, value: Any, size: int) -> int:

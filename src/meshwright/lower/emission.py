@@ -230,11 +230,11 @@ class Emission:
             self._shared[name] = LoweredValue(node, {**value.placements, TIME: Partial("sum")}, phase=value.phase)
         return self._shared[name]
 
-    def _slice(self, name: str, node: fx.Node, divided: Shard, rest: Placements) -> fx.Node:
+    def _slice(self, name: str, node: fx.Node, divided: Shard, other_placements: Placements) -> fx.Node:
         """A placeholder for a micro-batch's part of a whole step's value; the executor cuts the part out of the
         value."""
         blocks = divided.outer
-        for axis, placement in rest.items():
+        for axis, placement in other_placements.items():
             if isinstance(placement, Shard) and placement.dim == divided.dim and placement.outer < divided.outer:
                 blocks //= self.sizes[axis]
         key = (node, divided.dim, blocks)
@@ -242,7 +242,7 @@ class Emission:
             if node.op == "get_attr":
                 with self.during(PROLOGUE):
                     node = self.emit(aten.alias.default, node)
-            shape = self.local_shape(self.ir.tensors[name].shape, {**rest, TIME: divided})
+            shape = self.local_shape(self.ir.tensors[name].shape, {**other_placements, TIME: divided})
             part = self.given("part", STEP, shape, self.dtype(name))
             self.slices[part.name] = program.Slice(node.name, divided.dim, blocks)
             if node.meta.get("phase") == PROLOGUE:

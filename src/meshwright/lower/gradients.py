@@ -69,7 +69,7 @@ class Gradients:
         """Whether a tensor is a gradient that enters a bucket as soon as it is computed."""
         return name in self._waiting
 
-    def made(self, name: str) -> None:
+    def note_computed(self, name: str) -> None:
         """Record that a tensor was computed, and start the reduction of each bucket that is now complete."""
         for index in self._waiting.get(name, ()):
             self._left[index].discard(name)

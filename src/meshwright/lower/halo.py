@@ -62,7 +62,7 @@ class HaloEmitter:
 
     def extended(self, value: fx.Node, ranges: Sequence[Rows], fill: float, known: Exchanged) -> fx.Node:
         """The rows that this rank reads: its part ``value``, extended or cut. Rows that no rank owns hold ``fill``."""
-        group_ranges = self._mine(ranges)
+        group_ranges = self._group_ranges(ranges)
         key = self._key(value, group_ranges, fill, known)
         result = self._extended(self._joined(value), group_ranges, fill, key, known)
         if result is value:
@@ -76,10 +76,10 @@ class HaloEmitter:
     def _extended(
         self, value: fx.Node, group_ranges: tuple[Rows, ...], fill: float, key: tuple[object, ...], known: Exchanged
     ) -> fx.Node:
-        here = group_ranges[self._group.index]
-        sides = outside(here, self._own)
+        own_range = group_ranges[self._group.index]
+        sides = outside(own_range, self._own)
         before, after = (high - low for low, high in sides)
-        kept = overlap(here, self._own)
+        kept = overlap(own_range, self._own)
         pieces = [value] if kept == self._own else []
         if kept[0] < kept[1] and not pieces:
             pieces = [self._slice(value, kept[0] - self._own[0], kept[1] - self._own[0])]
@@ -100,12 +100,12 @@ class HaloEmitter:
     def begun(self, value: fx.Node, ranges: Sequence[Rows], fill: float, known: Exchanged) -> Begun | None:
         """Start the exchange of the rows around this rank's part. None if no rows travel, if this rank does not read
         all of its own rows, or if the dim is split over several axes."""
-        group_ranges = self._mine(ranges)
-        here, key = group_ranges[self._group.index], self._key(value, group_ranges, fill, known)
-        whole = overlap(here, self._own) == self._own
+        group_ranges = self._group_ranges(ranges)
+        own_range, key = group_ranges[self._group.index], self._key(value, group_ranges, fill, known)
+        whole = overlap(own_range, self._own) == self._own
         if self._inner or not whole or not self._meets(group_ranges):
             return None
-        before, after = (high - low for low, high in outside(here, self._own))
+        before, after = (high - low for low, high in outside(own_range, self._own))
         return Begun(
             self._start(collectives.HALO_EXCHANGE, value, group_ranges, fill) if key not in known.strips else None,
             key,
@@ -126,18 +126,18 @@ class HaloEmitter:
         """Start to send ``strips``, the terms of rows that other ranks own, to the owners, and to receive terms of this
         rank's own rows."""
         joined = self._emit(aten.cat.default, list(strips), self._dim) if len(strips) > 1 else strips[0]
-        return self._start(collectives.HALO_RETURN, joined, self._mine(ranges))
+        return self._start(collectives.HALO_RETURN, joined, self._group_ranges(ranges))
 
     def reduced(self, value: fx.Node, ranges: Sequence[Rows]) -> fx.Node:
         """Sum the terms that all ranks have for the rows of their ranges; return the sums of this rank's own rows."""
-        group_ranges = self._mine(ranges)
-        here = group_ranges[self._group.index]
-        kept = overlap(here, self._own)
+        group_ranges = self._group_ranges(ranges)
+        own_range = group_ranges[self._group.index]
+        kept = overlap(own_range, self._own)
         if self._meets(group_ranges):
             value = self._emit(collectives.WAIT, self._start(collectives.HALO_REDUCE, value, group_ranges))
         else:
-            if kept != here:
-                value = self._slice(value, kept[0] - here[0], kept[1] - here[0])
+            if kept != own_range:
+                value = self._slice(value, kept[0] - own_range[0], kept[1] - own_range[0])
             missing = [kept[0] - self._own[0], self._own[1] - kept[1]]
             if any(missing):
                 value = self._emit(aten.constant_pad_nd.default, value, [0, 0] * (-self._dim - 1) + missing)
@@ -156,7 +156,7 @@ class HaloEmitter:
         group = self._group
         return self._emit(target, value, self._dim, lows, highs, self._edges, *fill, group.name, group.index)
 
-    def _mine(self, ranges: Sequence[Rows]) -> tuple[Rows, ...]:
+    def _group_ranges(self, ranges: Sequence[Rows]) -> tuple[Rows, ...]:
         """The ranges of the ranks in this rank's group on the outermost axis; their coordinates on the inner axes are
         equal."""
         return tuple(ranges[part * self._places + self._place] for part in range(self._group.size))

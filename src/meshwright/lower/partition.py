@@ -15,7 +15,7 @@ from meshwright.ir.schedule import ActionKind
 from meshwright.ir.stages import ALTERNATIVES, BACKWARD, FORWARD, INPUT, LATE, PHASES, PROLOGUE, REDUCE, WEIGHT
 from meshwright.lower.function import DISPATCHED, BoxedFunction, Kernels, boxed_function
 from meshwright.lower.fuse import accumulate_products, reuse_memory, write_into_buckets
-from meshwright.lower.pieces import Pieces
+from meshwright.lower.pieces import ProductDivider
 from meshwright.lower.prefetch import prefetch, sink_waits, start_early
 from meshwright.lower.regions import Compiler
 from meshwright.ops import collectives
@@ -106,7 +106,7 @@ def partition(
     """
     graph, program = emitted.graph, emitted.program
     program = msgspec.structs.replace(program, together=program.together and not again.names)
-    split = _Partition(graph, again, compiler, note, Pieces(emitted.places, symmetric), ahead)
+    split = _Partition(graph, again, compiler, note, ProductDivider(emitted.places, symmetric), ahead)
     members: dict[str, list[fx.Node]] = {phase: [] for phase in PHASES}
     for node in graph.nodes:
         if node.op == "call_function":
@@ -155,7 +155,7 @@ def _accumulations(nodes: list[fx.Node]) -> dict[fx.Node, fx.Node | None]:
 class _Partition:
     def __init__(
         self, graph: fx.Graph, again: Recomputation, compiler: Compiler | None, note: Callable[[str], None] | None,
-        pieces: Pieces, ahead: int,
+        pieces: ProductDivider, ahead: int,
     ) -> None:  # fmt: skip
         self.graph, self.again, self.compiler, self.note, self.pieces = graph, again, compiler, note, pieces
         self.ahead = ahead

@@ -28,7 +28,7 @@ from torch import fx
 
 from meshwright.capture.outputs import outputs_of
 from meshwright.errors import PlanError
-from meshwright.lower.product_rows import Gathered, Rows, Scattered, gathered_by, scattered_by
+from meshwright.lower.product_rows import Gathered, ProductRows, Scattered, gathered_by, scattered_by
 from meshwright.ops import collectives
 from meshwright.torch_private import disable_current_modes
 
@@ -41,7 +41,7 @@ class _Work(NamedTuple):
     """The division of a group's products: the rank's place, the rows, and the (begin, end) of each chunk of a block."""
 
     place: int
-    rows: Rows
+    rows: ProductRows
     chunks: tuple[tuple[int, int], ...]
 
     @property
@@ -79,7 +79,7 @@ class _Emitter:
         return self(target, *args, value=into.meta["val"], out=into)
 
 
-class Pieces:
+class ProductDivider:
     """Divides the products of a rank's graphs. ``places`` maps a group to this rank's index in it. ``symmetric`` names
     the groups whose accelerators share memory."""
 
@@ -108,7 +108,7 @@ class Pieces:
         for wait, readers in gathers.items():
             self._gather(graph, wait, readers)
 
-    def _work(self, node: fx.Node, start: fx.Node, rows: Rows) -> _Work:
+    def _work(self, node: fx.Node, start: fx.Node, rows: ProductRows) -> _Work:
         group, size = _group_of(start)
         pieces, block = node.meta["pieces"], rows.block
         if pieces % size:
@@ -140,8 +140,8 @@ class Pieces:
         with graph.inserting_before(wait):
             if group in self._symmetric:
                 weights = [product.args[-1] for product in products]
-                found = emit(collectives.GATHER_MULTIPLY, own, weights, group, size)
-                whole, *outputs = (emit(getitem, found, number) for number in range(1 + len(products)))
+                gathered_products = emit(collectives.GATHER_MULTIPLY, own, weights, group, size)
+                whole, *outputs = (emit(getitem, gathered_products, number) for number in range(1 + len(products)))
                 pieces = [whole]
             else:
                 outputs = [_buffer(emit, own, product, rows) for product in products]
@@ -250,14 +250,14 @@ def _rows_of(emit: _Emitter, block: fx.Node, work: _Work, chunk: tuple[int, int]
     return block if len(work.chunks) == 1 else emit(aten.slice.Tensor, block, 0, *chunk)
 
 
-def _buffer(emit: _Emitter, own: fx.Node, product: fx.Node, rows: Rows) -> fx.Node:
+def _buffer(emit: _Emitter, own: fx.Node, product: fx.Node, rows: ProductRows) -> fx.Node:
     """Memory for a product's blocks [ranks, rows, columns]."""
     value = product.meta["val"]
     shape = [len(rows.lengths), rows.block, value.shape[1]]
     return emit(aten.new_empty.default, own, shape, value=_view(value, shape) if rows.in_order else None)
 
 
-def _joined(emit: _Emitter, product: fx.Node, blocks: fx.Node, rows: Rows) -> fx.Node:
+def _joined(emit: _Emitter, product: fx.Node, blocks: fx.Node, rows: ProductRows) -> fx.Node:
     """The rows of a product in the order of the whole matrix, from its blocks in the order of the ranks."""
     value = product.meta["val"]
     shape, ranks = list(value.shape), len(rows.lengths)
@@ -276,7 +276,7 @@ def _with_bias(emit: _Emitter, product: fx.Node, result: fx.Node) -> fx.Node:
     return emit(aten.add.Tensor, result, product.args[0]) if product.target is aten.addmm.default else result
 
 
-def _block(emit: _Emitter, blocks: fx.Node, rows: Rows, rank: int) -> fx.Node:
+def _block(emit: _Emitter, blocks: fx.Node, rows: ProductRows, rank: int) -> fx.Node:
     """The rows of the left operand whose products a rank keeps, as a matrix; padded to the longest block."""
     begin, length = sum(rows.lengths[:rank]), rows.lengths[rank]
     part = emit(aten.slice.Tensor, blocks, 1, begin, begin + length)

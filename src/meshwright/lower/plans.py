@@ -57,17 +57,17 @@ class PlanLowering:
 
     @nothing_collected()
     def _programs(self, plans: Sequence[Plan], rank: int) -> list[tuple[Program, ...]]:
-        every = []
+        planned_graphs = []
         for plan in plans:
             self._planned = self._planned.following(plan) if self._planned else PlannedGraph(self._graph, plan)
-            every.append(self._planned)
+            planned_graphs.append(self._planned)
         programs: list[list[Program]] = [[] for _ in plans]
         for stage in range(len(plans[0].stages)):
             groups = groups_of(plans[0], stage, rank)
             sizes = {group.name: group.size for group in groups.values()}
             emitted: dict[frozenset[str], EmittedStage] = {}
             with DisableTorchFunction():
-                for planned, done in zip(every, programs, strict=True):
+                for planned, done in zip(planned_graphs, programs, strict=True):
                     again = planned.mixtures_again(stage)
                     if again not in emitted:
                         emitted[again] = emit_stage(planned, stage, groups, rules=self._rules)

@@ -22,7 +22,7 @@ _RESHAPES = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_vie
 """Views that keep the order of elements."""
 
 
-class Rows(NamedTuple):
+class ProductRows(NamedTuple):
     """``lead`` runs of rows, in each of which rank r has ``lengths[r]`` rows."""
 
     lead: int
@@ -59,7 +59,7 @@ class Gathered(NamedTuple):
 
     start: fx.Node
     wait: fx.Node
-    rows: Rows
+    rows: ProductRows
 
 
 class Scattered(NamedTuple):
@@ -68,7 +68,7 @@ class Scattered(NamedTuple):
 
     start: fx.Node
     wait: fx.Node
-    rows: Rows
+    rows: ProductRows
     dtype: torch.dtype | None = None
 
 
@@ -94,7 +94,7 @@ def gathered_by(product: fx.Node) -> Gathered | None:
     start, elements = _node(source.args[0]), prod(shape)
     if start is None or start.target is not collectives.ALL_GATHER or not elements or elements % (lead * width):
         return None
-    return Gathered(start, source, Rows(lead, (elements // (lead * width),) * size))
+    return Gathered(start, source, ProductRows(lead, (elements // (lead * width),) * size))
 
 
 def _gathered_unevenly(parts: list[Any], width: int) -> Gathered | None:
@@ -113,7 +113,7 @@ def _gathered_unevenly(parts: list[Any], width: int) -> Gathered | None:
     start, gathered = _node(wait.args[0]), wait.meta["val"].shape
     if start is None or start.target is not collectives.ALL_GATHER or gathered[0] != len(parts):
         return None
-    rows = Rows(int(gathered[1]), tuple(lengths))
+    rows = ProductRows(int(gathered[1]), tuple(lengths))
     return Gathered(start, wait, rows) if rows.longest * width == gathered[2] * gathered[3] else None
 
 
@@ -135,7 +135,7 @@ def scattered_by(product: fx.Node) -> Scattered | None:
     if transposed is not None and transposed.target is aten.transpose.int and transposed.args[1:] == (0, 1):
         size, block = map(int, whole.meta["val"].shape[1:])
         start = _only_reader(transposed)
-        return _scattered(start, Rows(lead, (block // width,) * size), dtype) if block % width == 0 else None
+        return _scattered(start, ProductRows(lead, (block // width,) * size), dtype) if block % width == 0 else None
     return _scattered_unevenly(whole, width, dtype)
 
 
@@ -156,7 +156,7 @@ def _scattered_unevenly(whole: fx.Node, width: int, dtype: torch.dtype | None) -
     if stack is None or stack.target is not aten.stack.default or list(stack.args[0]) != padded:  # type: ignore[arg-type]
         return None
     lengths = tuple(int(piece.meta["val"].shape[1]) * tail // width for piece in pieces)
-    return _scattered(_only_reader(stack), Rows(lead, lengths), dtype)
+    return _scattered(_only_reader(stack), ProductRows(lead, lengths), dtype)
 
 
 def _is_cast(node: fx.Node) -> bool:
@@ -164,7 +164,7 @@ def _is_cast(node: fx.Node) -> bool:
     return node.target is aten._to_copy.default and node.kwargs.keys() <= {"dtype", "layout", "device"}
 
 
-def _scattered(start: fx.Node | None, rows: Rows, dtype: torch.dtype | None) -> Scattered | None:
+def _scattered(start: fx.Node | None, rows: ProductRows, dtype: torch.dtype | None) -> Scattered | None:
     if start is None or start.target is not collectives.REDUCE_SCATTER or start.args[1] != "sum":
         return None
     wait = _only_reader(start)

@@ -88,10 +88,11 @@ def _check_triton(device: torch.device) -> None:
             where="compile",
             remedy="pip install triton, of the version that this PyTorch names; or train without compile",
         )
-    if (found := torch.cuda.get_device_capability(device)) < TRITON_CAPABILITY:
+    if (capability := torch.cuda.get_device_capability(device)) < TRITON_CAPABILITY:
         least = ".".join(map(str, TRITON_CAPABILITY))
         raise CompileError(
-            f"Triton compiles for GPUs of compute capability {least} and later; this one has {found[0]}.{found[1]}",
+            f"Triton compiles for GPUs of compute capability {least} and later; this one has "
+            f"{capability[0]}.{capability[1]}",
             where="compile",
             remedy="train without compile",
         )
@@ -148,10 +149,10 @@ def _check_arguments(name: str, arguments: Sequence[Tensor], expected: Sequence[
     """
     for index, (value, (dtype, stride)) in enumerate(zip(arguments, expected, strict=True)):
         lengths = zip(value.shape, value.stride(), stride, strict=True)
-        if value.dtype != dtype or any(found != wanted for size, found, wanted in lengths if size > 1):
-            found = f"{str(value.dtype).removeprefix('torch.')} with strides {value.stride()}"
+        if value.dtype != dtype or any(actual != wanted for size, actual, wanted in lengths if size > 1):
+            described = f"{str(value.dtype).removeprefix('torch.')} with strides {value.stride()}"
             raise CompileError(
-                f"{name}, input {index} ({'x'.join(map(str, value.shape))}): it is {found}, and was compiled as "
+                f"{name}, input {index} ({'x'.join(map(str, value.shape))}): it is {described}, and was compiled as "
                 f"{str(dtype).removeprefix('torch.')} with strides {tuple(stride)}",
                 where="compile", remedy="train without compile, and report it",
             )  # fmt: skip
@@ -303,10 +304,10 @@ class _Extraction:
 
     def _copy(self, node: fx.Node) -> fx.Node:
         if node not in self.copies:
-            self.copies[node] = self._made(node)
+            self.copies[node] = self._copied(node)
         return self.copies[node]
 
-    def _made(self, node: fx.Node) -> fx.Node:
+    def _copied(self, node: fx.Node) -> fx.Node:
         if node not in self.inside and node not in self.absorbed and not self._is_view_of_member(node):
             with self.inner.inserting_after(next(reversed(self.inputs.values()), None)):
                 self.inputs[node] = self.inner.placeholder(f"given_{len(self.inputs)}")

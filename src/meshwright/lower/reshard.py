@@ -21,7 +21,7 @@ from meshwright.ir.placement import (
     local_shape,
     unflattened,
 )
-from meshwright.ir.resharding import Link, Mover, ReshardingMove
+from meshwright.ir.resharding import AxisLink, Mover, ReshardingMove
 from meshwright.ops import collectives
 
 aten = torch.ops.aten
@@ -34,7 +34,7 @@ when it is resumed. It returns the resharded node."""
 class Resharder:
     """Emits the calls of reshardings into the graph of one rank."""
 
-    def __init__(self, emit: Emit, groups: dict[str, AxisGroup], links: Mapping[str, Link] | None = None) -> None:
+    def __init__(self, emit: Emit, groups: dict[str, AxisGroup], links: Mapping[str, AxisLink] | None = None) -> None:
         self._emit = emit
         self._groups = groups
         self._sizes, self._at = sizes_of(groups)
@@ -87,12 +87,12 @@ class Resharder:
         self, node: fx.Node, axis: str, shard: Shard | Flat, now: Placements, shape: tuple[int, ...], label: str
     ) -> Steps:
         group = self._groups[axis]
-        rest = {other: placement for other, placement in now.items() if other not in members(axis)}
-        whole = self._local(shape, rest)
+        other_placements = {other: placement for other, placement in now.items() if other not in members(axis)}
+        whole = self._local(shape, other_placements)
         if isinstance(shard, Flat):
             node = yield from self._gathered(node, group, label)
             return self.unpadded(node, whole)
-        cut, dim = self._cut(axis, shard, rest, shape), shard.dim
+        cut, dim = self._cut(axis, shard, other_placements, shape), shard.dim
         lead = prod(whole[:dim]) * cut.blocks
         if cut.even:
             node = yield from self._gathered(node, group, label)
@@ -135,28 +135,28 @@ class Resharder:
         group, source, target = self._groups[move.axis], move.placement, move.target
         assert isinstance(source, Shard)
         assert target is not None
-        rest = {other: placement for other, placement in move.before.items() if other != move.axis}
+        other_placements = {other: placement for other, placement in move.before.items() if other != move.axis}
         before = self._local(shape, move.before)
-        lead = prod(before[: target.dim]) * self._cut(move.axis, target, rest, shape).blocks
+        lead = prod(before[: target.dim]) * self._cut(move.axis, target, other_placements, shape).blocks
         node = self._apart(node, group.size, lead)
         node = self._emit(collectives.ALL_TO_ALL, node, group.name, group.algorithm, label=label)
         yield
         node = self._emit(collectives.WAIT, node)
         before[target.dim] //= group.size
-        lead = prod(before[: source.dim]) * self._cut(move.axis, source, rest, shape).blocks
+        lead = prod(before[: source.dim]) * self._cut(move.axis, source, other_placements, shape).blocks
         return self._joined(node, group.size, lead, self._local(shape, move.after))
 
     def _reduce_scatter(
         self, node: fx.Node, axis: str, target: Shard | Flat, after: Placements, shape: tuple[int, ...], label: str
     ) -> Steps:
         group = self._groups[axis]
-        rest = {other: placement for other, placement in after.items() if other not in members(axis)}
-        local = self._local(shape, rest)
+        other_placements = {other: placement for other, placement in after.items() if other not in members(axis)}
+        local = self._local(shape, other_placements)
         cut = None
         if isinstance(target, Flat):
             node = self._in_rows(node, local, group.size)
         else:
-            cut = self._cut(axis, target, rest, shape)
+            cut = self._cut(axis, target, other_placements, shape)
             lead, tail = prod(local[: target.dim]) * cut.blocks, prod(local[target.dim + 1 :])
             if cut.even:
                 node = self._apart(node, group.size, lead)

@@ -73,8 +73,8 @@ def lower_stage(
             with other micro-batches.
     """
     emitted = emit_stage(planned, stage, groups, device=device, rules=rules)
-    rest = compiler, kernels, note, symmetric, planned.plan.prefetch, planned.plan.graphs
-    return partition(emitted, planned.recomputation(stage), dict(constants or {}), *rest)
+    options = compiler, kernels, note, symmetric, planned.plan.prefetch, planned.plan.graphs
+    return partition(emitted, planned.recomputation(stage), dict(constants or {}), *options)
 
 
 def emit_stage(
@@ -84,8 +84,8 @@ def emit_stage(
     """Emit the calls of a stage. Recomputation matters here only for mixtures of experts
     (``PlannedGraph.mixtures_again``). Arguments and errors are the same as for ``lower_stage``."""
     microbatches = planned.plan.microbatches
-    every = {**groups, **({TIME: AxisGroup(TIME, microbatches, 0)} if microbatches > 1 else {})}
-    return _StageLowering(planned, stage, every, device, rules).emitted()
+    all_groups = {**groups, **({TIME: AxisGroup(TIME, microbatches, 0)} if microbatches > 1 else {})}
+    return _StageLowering(planned, stage, all_groups, device, rules).emitted()
 
 
 class _StageLowering:
@@ -257,11 +257,11 @@ class _StageLowering:
             emission.want(name, self._wanted(operator, position)) for position, name in enumerate(operator.inputs)
         ]
         interior_first = self.plan.computes_interior_first(operator.name)
-        rest = self.rules, self.device, self.plan.stages[self.stage].operator_algorithm(operator.name)
-        result = emit_operator(self.emitter, operator, strategy, tensors, interior_first, *rest)
-        self._made(operator, result, readers)
+        options = self.rules, self.device, self.plan.stages[self.stage].operator_algorithm(operator.name)
+        result = emit_operator(self.emitter, operator, strategy, tensors, interior_first, *options)
+        self._record_results(operator, result, readers)
 
-    def _made(self, operator: Operator, result: Any, readers: Mapping[str, int]) -> None:
+    def _record_results(self, operator: Operator, result: Any, readers: Mapping[str, int]) -> None:
         """Record an operator's results for their readers. Start the reshardings and reductions that can now start."""
         for name, index in zip(operator.outputs, operator.positions or (0,), strict=True):
             node = result
@@ -272,7 +272,7 @@ class _StageLowering:
             storage, placements = self.ir.tensors[name].storage, self._placed(name)
             ours = self.ir.tensors[storage].kind in ("activation", "gradient")
             self.emission.make(name, node, placements, owned=ours and readers.get(storage, 0) <= 1)
-            self.gradients.made(name)
+            self.gradients.note_computed(name)
             self.emission.start(name)
 
     def _placed(self, name: str) -> Placements:

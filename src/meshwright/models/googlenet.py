@@ -37,13 +37,22 @@ class Convolution(nn.Module):
 class Inception(nn.Module):
     """Four branches: 1x1; 1x1 then 3x3; 1x1 then 5x5; 3x3 max pooling then 1x1: [b, c, y, x] to [b, f, y, x]."""
 
-    def __init__(self, inputs: int, one: int, three_in: int, three: int, five_in: int, five: int, pooled: int) -> None:
+    def __init__(
+        self,
+        inputs: int,
+        one_by_one: int,
+        three_in: int,
+        three_by_three: int,
+        five_in: int,
+        five_by_five: int,
+        pooled: int,
+    ) -> None:
         super().__init__()
-        self.one = Convolution(inputs, one, 1)
-        self.three = nn.Sequential(Convolution(inputs, three_in, 1), Convolution(three_in, three, 3))
-        self.five = nn.Sequential(Convolution(inputs, five_in, 1), Convolution(five_in, five, 5))
+        self.one = Convolution(inputs, one_by_one, 1)
+        self.three = nn.Sequential(Convolution(inputs, three_in, 1), Convolution(three_in, three_by_three, 3))
+        self.five = nn.Sequential(Convolution(inputs, five_in, 1), Convolution(five_in, five_by_five, 5))
         self.pooled = nn.Sequential(nn.MaxPool2d(3, stride=1, padding=1), Convolution(inputs, pooled, 1))
-        self.channels = one + three + five + pooled
+        self.channels = one_by_one + three_by_three + five_by_five + pooled
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``x`` [batch, inputs, y, x] to [batch, channels, y, x]: the branches' channels, concatenated."""

@@ -71,8 +71,8 @@ def attention_local(local: Local) -> Any:
     if local.is_split("st"):
         return output, own
     shape = [local.coordinate("t")[1], *local.shape(1)]
-    every = local.call(aten.reshape.default, local.all_gather(own, "t"), shape)
-    merged = local.call(aten.logsumexp.default, every, [0])
+    gathered = local.call(aten.reshape.default, local.all_gather(own, "t"), shape)
+    merged = local.call(aten.logsumexp.default, gathered, [0])
     # a query without any allowed key has the output zero
     finite = local.call(aten.masked_fill.Scalar, merged, local.call(aten.eq.Scalar, merged, -math.inf), 0.0)
     weight = local.call(aten.exp.default, local.call(aten.sub.Tensor, own, finite))

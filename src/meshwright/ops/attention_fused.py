@@ -14,7 +14,7 @@ from torch import Tensor
 from meshwright.ir.attention import Band
 from meshwright.ops.attention_scores import (
     Results,
-    Settings,
+    ScoreSettings,
     causal_or_terms,
     finite,
     unknown_queries,
@@ -24,7 +24,7 @@ from meshwright.ops.attention_scores import (
 aten = torch.ops.aten
 
 
-def flash_on_cpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, settings: Settings) -> Results:
+def flash_on_cpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, settings: ScoreSettings) -> Results:
     """PyTorch's fused kernel for CPUs."""
     band, scale = settings.band, settings.scale
     causal, terms = causal_or_terms(mask, query, band)
@@ -39,7 +39,7 @@ def flash_on_cpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
 
 def flash_on_cpu_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, output: Tensor, logsumexp: Tensor,
-    settings: Settings,
+    settings: ScoreSettings,
 ) -> Results:  # fmt: skip
     """The gradients by PyTorch's fused kernel for CPUs."""
     causal, terms = causal_or_terms(mask, query, settings.band)
@@ -74,7 +74,7 @@ def _no_seed(query: Tensor, dtype: torch.dtype = torch.int64, *shape: int) -> Te
     return query.new_empty(shape, dtype=dtype)
 
 
-def flash(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, settings: Settings) -> Results:
+def flash(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, settings: ScoreSettings) -> Results:
     """FlashAttention 2."""
     band, (causal, window) = settings.band, _edges(settings.band)
     output, logsumexp, *_ = aten._flash_attention_forward.default(
@@ -86,7 +86,7 @@ def flash(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, settin
 
 def flash_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, output: Tensor, logsumexp: Tensor,
-    settings: Settings,
+    settings: ScoreSettings,
 ) -> Results:  # fmt: skip
     """The gradients by FlashAttention 2."""
     band, (causal, window) = settings.band, _edges(settings.band)
@@ -110,7 +110,7 @@ def _expanded(mask: Tensor | None, query: Tensor, key: Tensor, step: int = 1) ->
     return terms.expand(*query.shape[:3], key.shape[2])
 
 
-def cudnn(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, settings: Settings) -> Results:
+def cudnn(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, settings: ScoreSettings) -> Results:
     """cuDNN's fused kernel."""
     causal, terms = causal_or_terms(mask, query, settings.band)
     output, logsumexp, *_ = aten._scaled_dot_product_cudnn_attention.default(
@@ -121,7 +121,7 @@ def cudnn(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, settin
 
 def cudnn_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, output: Tensor, logsumexp: Tensor,
-    settings: Settings,
+    settings: ScoreSettings,
 ) -> Results:  # fmt: skip
     """The gradients by cuDNN's fused kernel."""
     band, (causal, terms) = settings.band, causal_or_terms(mask, query, settings.band)
@@ -152,7 +152,7 @@ def _repeated(value: Tensor, shared: int) -> Tensor:
     return value if shared == 1 else value.unsqueeze(2).expand(-1, -1, shared, -1, -1).flatten(1, 2)
 
 
-def efficient(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, settings: Settings) -> Results:
+def efficient(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, settings: ScoreSettings) -> Results:
     """Memory-efficient attention of CUTLASS."""
     causal, terms = causal_or_terms(mask, query, settings.band)
     shared = query.shape[1] // key.shape[1]
@@ -165,7 +165,7 @@ def efficient(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, se
 
 def efficient_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, output: Tensor, logsumexp: Tensor,
-    settings: Settings,
+    settings: ScoreSettings,
 ) -> Results:  # fmt: skip
     """The gradients by memory-efficient attention."""
     causal, terms = causal_or_terms(mask, query, settings.band)

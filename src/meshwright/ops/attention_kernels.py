@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import PlanError
-from meshwright.ir.attention import CUDNN, EFFICIENT, FLASH, PLAIN, Band, Form, algorithms_of
+from meshwright.ir.attention import CUDNN, EFFICIENT, FLASH, PLAIN, AttentionForm, Band, algorithms_of
 from meshwright.ops.attention_fused import (
     cudnn,
     cudnn_backward,
@@ -27,7 +27,7 @@ from meshwright.ops.attention_fused import (
     flash_on_cpu,
     flash_on_cpu_backward,
 )
-from meshwright.ops.attention_scores import Dropout, Results, Settings, laid_out, plain, plain_backward
+from meshwright.ops.attention_scores import Dropout, Results, ScoreSettings, laid_out, plain, plain_backward
 from meshwright.ops.library import define
 
 _Kernel = Callable[..., Results]
@@ -47,7 +47,7 @@ def _kernels(
 ) -> tuple[_Kernel, _Kernel]:
     on_cpu, dtype = query.device.type == "cpu", str(query.dtype).removeprefix("torch.")
     lengths = query.shape[2], key.shape[2]
-    form = Form(dtype, query.shape[3], value.shape[3], *lengths, dropout > 0, mask is not None, shifted)
+    form = AttentionForm(dtype, query.shape[3], value.shape[3], *lengths, dropout > 0, mask is not None, shifted)
     served = algorithms_of(form, on_cpu)
     if algorithm and algorithm not in served:
         raise PlanError(
@@ -98,7 +98,7 @@ def attention(
     run, _ = _kernels(query, key, value, mask, dropout, causal and bool(window or first), algorithm)
     rows, columns, inner = _visible(query, key, mask, band)
     dropped = _dropout(query, key, dropout, random_key, salt, *place)
-    settings = Settings(inner, scale, dropped and dropped.part(rows, columns))
+    settings = ScoreSettings(inner, scale, dropped and dropped.part(rows, columns))
     if not _is_part(rows, columns, band):
         output, logsumexp = run(query, key, value, mask, settings)
         return laid_out(output), _statistics(logsumexp)
@@ -124,7 +124,7 @@ def attention_backward(
     _, run = _kernels(query, key, value, mask, dropout, causal and bool(window or first), algorithm)
     rows, columns, inner = _visible(query, key, mask, band)
     dropped = _dropout(query, key, dropout, random_key, salt, *place)
-    settings = Settings(inner, scale, dropped and dropped.part(rows, columns))
+    settings = ScoreSettings(inner, scale, dropped and dropped.part(rows, columns))
     if not _is_part(rows, columns, band):
         return tuple(map(laid_out, run(grad, query, key, value, mask, output, logsumexp, settings)))
     gradients = [whole.zero_() for whole in attention_backward_shape(grad, query, key, value)]

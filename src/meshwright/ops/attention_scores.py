@@ -77,7 +77,7 @@ def _cut(runs: Runs, part: slice) -> Runs:
 
 
 @dataclass(frozen=True)
-class Settings:
+class ScoreSettings:
     """The arguments of a call that are not tensors. ``band`` says which keys the queries see."""
 
     band: Band
@@ -188,7 +188,7 @@ def _weights(scores: Tensor, logsumexp: Tensor, mask: Tensor | None) -> Tensor:
     return scores.sub_(finite(logsumexp, mask).unsqueeze(-1)).exp_()
 
 
-def plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, settings: Settings) -> Results:
+def plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, settings: ScoreSettings) -> Results:
     """Attention by two products and a softmax between them."""
     mask = None if mask is None else additive(mask, query)
     scores = _scores(query, key, mask, settings.band, settings.scale)
@@ -202,7 +202,7 @@ def plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, settin
 
 def plain_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, output: Tensor, logsumexp: Tensor,
-    settings: Settings,
+    settings: ScoreSettings,
 ) -> Results:  # fmt: skip
     """The gradients by five products; the scores are computed again."""
     mask, heads, groups = None if mask is None else additive(mask, query), query.shape[1], key.shape[1]

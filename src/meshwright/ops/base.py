@@ -228,10 +228,12 @@ def make_rule(
             raise _misfit(call, pattern, f"a tensor of shape {tuple(tensor.shape)}")
         for dim, size in zip(operand.dims, tensor.shape, strict=True):
             unknown = [factor for factor in dim if factor.size is None and factor.name not in known]
-            rest = prod(factor.size if factor.size is not None else known.get(factor.name, 1) for factor in dim)
-            if len(unknown) == 1 and rest and size % rest == 0:
-                known[unknown[0].name] = size // rest
-            elif unknown or rest != size:
+            known_product = prod(
+                factor.size if factor.size is not None else known.get(factor.name, 1) for factor in dim
+            )
+            if len(unknown) == 1 and known_product and size % known_product == 0:
+                known[unknown[0].name] = size // known_product
+            elif unknown or known_product != size:
                 raise _misfit(call, pattern, f"dim of size {size} of shape {tuple(tensor.shape)}")
     order = parsed.factor_names()
     return Rule(

@@ -26,13 +26,13 @@ aten = torch.ops.aten
 @dataclass(frozen=True)
 class Borders:
     """One split dim of a convolution on a rank. The halo has ``before`` rows before the part and ``after`` rows after
-    it. The rank makes ``made`` rows, of which the first ``top`` and the last ``bottom`` read the halo."""
+    it. The rank makes ``out_rows`` rows, of which the first ``top`` and the last ``bottom`` read the halo."""
 
     local: Local
     side: Side
     window: Window
     ranges: tuple[Rows, ...]
-    made: int
+    out_rows: int
     before: int
     after: int
 
@@ -42,63 +42,63 @@ class Borders:
         in size or are smaller than the halo, or if the part's own rows, padded equally on both sides, do not make all
         rows of the part's result. To make them, the part must have ``stride`` times as many rows as its result, and the
         padding must place each window around its row."""
-        rows, out_rows = side.image[1] - side.image[0], side.made[1] - side.made[0]
+        rows, out_rows = side.image[1] - side.image[0], side.output[1] - side.output[0]
         alike = all(
-            len({after - before for before, after in pairwise(edges)}) == 1 for edges in (side.image, side.made)
+            len({after - before for before, after in pairwise(edges)}) == 1 for edges in (side.image, side.output)
         )
         before, after = window.padding, window.extent - window.stride - window.padding
         fits = rows == out_rows * window.stride and 0 <= after <= before and 2 * before < window.extent and before > 0
-        borders = cls(local, side, window, window.ranges(side.made), out_rows, before, after)
+        borders = cls(local, side, window, window.ranges(side.output), out_rows, before, after)
         reach = max(before, after) <= rows and max(borders.top, borders.bottom) <= out_rows
         return borders if local.interior_first(side.factor) and alike and fits and reach else None
 
     @property
     def top(self) -> int:
-        """The number of made rows that read the halo before the part."""
+        """The number of output rows that read the halo before the part."""
         return -(-self.before // self.window.stride)
 
     @property
     def bottom(self) -> int:
-        """The number of made rows that read the halo after the part."""
+        """The number of output rows that read the halo after the part."""
         return -(-self.after // self.window.stride)
 
-    def convolved(self, source: Value, weight: Value, rest: tuple[Any, ...]) -> Value:
+    def convolved(self, source: Value, weight: Value, options: tuple[Any, ...]) -> Value:
         """Convolve own rows, and add the halo's terms at the borders."""
         local, dim = self.local, self.side.dim
         begun = self._begun(source)
-        result = emit_convolution(local, source, weight, self._padded(rest), local.algorithm)
+        result = emit_convolution(local, source, weight, self._padded(options), local.algorithm)
         for strip, start, _ in self._strips(begun):
-            terms = emit_convolution(local, strip, weight, rest)
+            terms = emit_convolution(local, strip, weight, options)
             result = local.call(collectives.ADD_ROWS, result, terms, dim, start)
         return result
 
-    def weight_gradient(self, grad: Value, source: Value, weight: Value, rest: tuple[Any, ...]) -> Value:
+    def weight_gradient(self, grad: Value, source: Value, weight: Value, options: tuple[Any, ...]) -> Value:
         """Return (None, gradient of the weight, None). The gradient is a sum over own rows and halo rows."""
         local = self.local
         begun = self._begun(source)
 
-        result = emit_gradient(local, grad, source, weight, self._padded(rest), WEIGHT, local.algorithm)
+        result = emit_gradient(local, grad, source, weight, self._padded(options), WEIGHT, local.algorithm)
         for strip, start, count in self._strips(begun):
-            terms = emit_gradient(local, self._rows(grad, start, count), strip, weight, rest, WEIGHT)
+            terms = emit_gradient(local, self._rows(grad, start, count), strip, weight, options, WEIGHT)
             result = local.call(aten.add.Tensor, result, terms)
         return None, result, None
 
-    def input_gradient(self, grad: Value, shape: list[int], weight: Value, rest: tuple[Any, ...]) -> Value:
+    def input_gradient(self, grad: Value, shape: list[int], weight: Value, options: tuple[Any, ...]) -> Value:
         """Return the gradient of own rows. Terms for halo rows go to their owners; terms from neighbours are added."""
         local, dim, window = self.local, self.side.dim, self.window
 
-        def gradient(grad: Value, rows: int, rest: tuple[Any, ...], algorithm: str = "") -> Value:
+        def gradient(grad: Value, rows: int, options: tuple[Any, ...], algorithm: str = "") -> Value:
             like = local.call(aten.new_empty.default, grad, [*shape[:dim], rows, *shape[dim:][1:]])
-            return emit_gradient(local, grad, like, weight, rest, INPUT, algorithm)
+            return emit_gradient(local, grad, like, weight, options, INPUT, algorithm)
 
         strips = []
         for start, count, (low, high) in self._edges:
             if count:
-                terms = gradient(self._rows(grad, start, count), window.rows(count), rest)
+                terms = gradient(self._rows(grad, start, count), window.rows(count), options)
                 strips.append(self._rows(terms, low, high - low))
         started = local.halo_return(strips, self.side.factor, dim, self.side.image, self.ranges)
-        rows = self.made * window.stride
-        own = gradient(grad, rows, self._padded(rest), local.algorithm)
+        rows = self.out_rows * window.stride
+        own = gradient(grad, rows, self._padded(options), local.algorithm)
         come = local.call(collectives.WAIT, started)
         for first, count, start in ((0, self.after, 0), (self.after, self.before, rows - self.before)):
             if count:
@@ -107,10 +107,10 @@ class Borders:
 
     @property
     def _edges(self) -> tuple[tuple[int, int, Rows], ...]:
-        """For the halo before and the halo after: the first made row that reads the halo, the number of made rows that
-        read it, and the range of the halo within all rows that these made rows read."""
+        """For the halo before and the halo after: the first output row that reads the halo, the number of output
+        rows that read it, and the range of the halo within all rows that these output rows read."""
         last = self.window.rows(self.bottom)
-        return (0, self.top, (0, self.before)), (self.made - self.bottom, self.bottom, (last - self.after, last))
+        return (0, self.top, (0, self.before)), (self.out_rows - self.bottom, self.bottom, (last - self.after, last))
 
     def _begun(self, source: Value) -> Any:
         begun = self.local.halo_begin(source, self.side.factor, self.side.dim, self.side.image, self.ranges)
@@ -118,8 +118,8 @@ class Borders:
         return begun
 
     def _strips(self, begun: Any) -> list[tuple[Value, int, int]]:
-        """For each halo that is not empty: the halo's rows with zeros in place of own rows, the first made row that
-        reads the halo, and the number of made rows that read it."""
+        """For each halo that is not empty: the halo's rows with zeros in place of own rows, the first output row that
+        reads the halo, and the number of output rows that read it."""
         local, dim, strips = self.local, self.side.dim, []
         for strip, (start, count, (low, high)) in zip(local.halo_end(begun), self._edges, strict=True):
             if count:
@@ -130,8 +130,8 @@ class Borders:
     def _rows(self, value: Value, start: int, count: int) -> Value:
         return self.local.call(aten.slice.Tensor, value, self.side.dim, start, start + count)
 
-    def _padded(self, rest: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _padded(self, options: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the operator's settings for this rank's own rows, with zero padding in the split dim."""
-        padding = list(rest[1])
+        padding = list(options[1])
         padding[self.side.index] = self.before
-        return (rest[0], padding, *rest[2:])
+        return (options[0], padding, *options[2:])

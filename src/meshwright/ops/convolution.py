@@ -22,7 +22,7 @@ from meshwright.ops.base import Call, Local, OperatorRule, Value
 from meshwright.ops.borders import Borders
 from meshwright.ops.convolution_algorithms import INPUT, WEIGHT, emit_convolution, emit_gradient, emit_gradients
 from meshwright.ops.halo import Side, Window, each, fetch, give_back, split_sides, windows, without
-from meshwright.ops.space import Space
+from meshwright.ops.space import SpatialDims
 
 aten = torch.ops.aten
 
@@ -86,7 +86,7 @@ def _rule(call: Call, given: tuple[Any, ...], source: Tensor, weight: Tensor, ou
     """Return the rule of a pattern in which ``{source}``, ``{weight}`` and ``{output}`` stand for the operands."""
     kernel = weight.shape[2:]
     settings = _Settings.of(given, kernel)
-    space = Space.of(source.shape, output.shape, [not window.alone for window in settings.windows])
+    space = SpatialDims.of(source.shape, output.shape, [not window.alone for window in settings.windows])
     c, f, filters = settings.channels()
     filters += "".join(f" !{name}" for name in {1: "q", 2: "pq", 3: "rpq"}[len(kernel)])
 
@@ -114,15 +114,15 @@ def convolution_backward_rule(call: Call) -> Rule:
 def convolution_local(local: Local) -> Any:
     """Run ``aten.convolution`` on one rank. Fetch the halo; if transposed, send terms for the halo to its owners."""
     source, weight = local.args[:2]
-    settings, sides, rest = _on_rank(local, 3)
+    settings, sides, options = _on_rank(local, 3)
     if settings.transposed:
-        result = emit_convolution(local, source, weight, rest, local.algorithm)
+        result = emit_convolution(local, source, weight, options, local.algorithm)
         return give_back(local, result, sides, settings.windows)
     borders, sides = _borders(local, sides, settings)
     source = fetch(local, source, sides, settings.windows)
     if borders is not None:
-        return borders.convolved(source, weight, rest)
-    return emit_convolution(local, source, weight, rest, local.algorithm)
+        return borders.convolved(source, weight, options)
+    return emit_convolution(local, source, weight, options, local.algorithm)
 
 
 def convolution_backward_local(local: Local) -> Any:
@@ -130,27 +130,27 @@ def convolution_backward_local(local: Local) -> Any:
     its owners."""
     grad, source, weight = local.args[:3]
     mask = local.args[10]
-    settings, sides, rest = _on_rank(local, 4)
+    settings, sides, options = _on_rank(local, 4)
 
     def gradients(grad: Value, source: Value) -> Any:
-        return emit_gradients(local, grad, source, weight, rest, mask, local.algorithm)
+        return emit_gradients(local, grad, source, weight, options, mask, local.algorithm)
 
     if settings.transposed:
         return gradients(fetch(local, grad, sides, settings.windows), source)
     borders, sides = _borders(local, sides, settings)
     if mask == WEIGHT:
         source = fetch(local, source, sides, settings.windows)
-        return borders.weight_gradient(grad, source, weight, rest) if borders else gradients(grad, source)
+        return borders.weight_gradient(grad, source, weight, options) if borders else gradients(grad, source)
     if not sides and borders is None:
         return gradients(grad, source)
     shape = local.input_shape(1)
     for side in sides:
         shape[2 + side.index] = settings.windows[side.index].rows(local.input_shape(0)[2 + side.index])
     if borders is not None:
-        result = borders.input_gradient(grad, shape, weight, rest)
+        result = borders.input_gradient(grad, shape, weight, options)
     else:
         like = local.call(aten.new_empty.default, grad, shape)  # only its shape is read
-        result = emit_gradient(local, grad, like, weight, rest, INPUT, local.algorithm)
+        result = emit_gradient(local, grad, like, weight, options, INPUT, local.algorithm)
     return give_back(local, result, sides, settings.windows), None, None
 
 
@@ -160,19 +160,19 @@ def _on_rank(local: Local, first: int) -> tuple[_Settings, list[Side], tuple[Any
     settings = _Settings.of(local.args[first : first + 6], kernel)
     sides = split_sides(local, len(kernel), settings.windows)
     sides = [side.turned() for side in sides] if settings.transposed else sides
-    rest = settings.arguments(local, sides)
-    _check_algorithm(local, kernel, rest)
-    return settings, sides, rest
+    options = settings.arguments(local, sides)
+    _check_algorithm(local, kernel, options)
+    return settings, sides, options
 
 
-def _check_algorithm(local: Local, kernel: Sequence[int], rest: tuple[Any, ...]) -> None:
+def _check_algorithm(local: Local, kernel: Sequence[int], options: tuple[Any, ...]) -> None:
     """Raise a PlanError if the plan names an algorithm that does not support the operator on this rank."""
     if not local.algorithm:
         return
     direction = "forward"
     if local.target is aten.convolution_backward.default:
         direction = "input" if local.args[10] == INPUT else "weight"
-    dtype, (stride, padding, dilation, transposed, _, groups) = str(local.dtype()).removeprefix("torch."), rest
+    dtype, (stride, padding, dilation, transposed, _, groups) = str(local.dtype()).removeprefix("torch."), options
     settings = (tuple(kernel), tuple(stride), tuple(padding), tuple(dilation), groups, transposed, dtype)
     served = algorithms_of(ConvolutionSizes(direction, 1, 1, 1, (), (), *settings))
     for pieces in parse(local.algorithm):

@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Settings:
+class ConvolutionSettings:
     """The settings of a convolution with two spatial dims: a pair of numbers each, and the number of groups."""
 
     stride: tuple[int, int]
@@ -37,7 +37,7 @@ class Settings:
     groups: int
 
 
-Compute = Callable[[Tensor, Tensor, Tensor, Settings], None]
+Compute = Callable[[Tensor, Tensor, Tensor, ConvolutionSettings], None]
 """Writes the convolution of its first two arguments to the third, or adds a weight's gradient to it. Forward takes
 input and weight, the gradient of the input takes the result's gradient and weight, the gradient of the weight takes
 the result's gradient and input."""
@@ -46,25 +46,25 @@ the result's gradient and input."""
 # --- explicit GEMM ---------------------------------------------------------------------------------------------------
 
 
-def _columns(images: Tensor, kernel: torch.Size, positions: int, settings: Settings) -> Tensor:
+def _columns(images: Tensor, kernel: torch.Size, positions: int, settings: ConvolutionSettings) -> Tensor:
     """The windows of all positions: (samples, channels x kernel, positions)."""
     columns = images.new_empty(*images.shape[:1], images.shape[1] * kernel.numel(), positions)
     return aten.im2col.out(images, kernel, settings.dilation, settings.padding, settings.stride, out=columns)
 
 
-def _by_group(settings: Settings, weight: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def _by_group(settings: ConvolutionSettings, weight: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """The parts of a weight (dim 0) and of other tensors (dim 1) that belong to one group."""
     parts = (weight.chunk(settings.groups, 0), *(other.chunk(settings.groups, 1) for other in others))
     return zip(*parts, strict=True)
 
 
-def _gemm_forward(images: Tensor, weight: Tensor, out: Tensor, settings: Settings) -> None:
+def _gemm_forward(images: Tensor, weight: Tensor, out: Tensor, settings: ConvolutionSettings) -> None:
     columns = _columns(images, weight.shape[2:], out.shape[2:].numel(), settings)
     for filters, part, result in _by_group(settings, weight.flatten(1), columns, out.flatten(2)):
         torch.bmm(filters.expand(len(images), -1, -1), part, out=result)
 
 
-def _gemm_input(grad: Tensor, weight: Tensor, out: Tensor, settings: Settings) -> None:
+def _gemm_input(grad: Tensor, weight: Tensor, out: Tensor, settings: ConvolutionSettings) -> None:
     matrix, grads = weight.flatten(1), grad.flatten(2)
     columns = grad.new_empty(len(grad), settings.groups * matrix.shape[1], grads.shape[2])
     for filters, part, terms in _by_group(settings, matrix, grads, columns):
@@ -73,7 +73,7 @@ def _gemm_input(grad: Tensor, weight: Tensor, out: Tensor, settings: Settings) -
     aten.col2im.out(columns, out.shape[2:], *windows, out=out)
 
 
-def _gemm_weight(grad: Tensor, images: Tensor, out: Tensor, settings: Settings) -> None:
+def _gemm_weight(grad: Tensor, images: Tensor, out: Tensor, settings: ConvolutionSettings) -> None:
     columns = _columns(images, out.shape[2:], grad.shape[2:].numel(), settings)
     for result, part, windows in _by_group(settings, out.flatten(1), grad.flatten(2), columns):
         result.addbmm_(part, windows.transpose(1, 2))
@@ -92,12 +92,12 @@ def _gemm_weight(grad: Tensor, images: Tensor, out: Tensor, settings: Settings) 
 # So each element's product reads or writes a view of the whole image, without a copy.
 
 
-def _padded(images: Tensor, settings: Settings) -> Tensor:
+def _padded(images: Tensor, settings: ConvolutionSettings) -> Tensor:
     height, width = settings.padding
     return F.pad(images, (width, width, height, height)) if height or width else images
 
 
-def _positions(kernel: torch.Size, settings: Settings) -> Iterator[tuple[int, int]]:
+def _positions(kernel: torch.Size, settings: ConvolutionSettings) -> Iterator[tuple[int, int]]:
     """The first row and column of the padded image that each element of the kernel reads."""
     for row in range(kernel[0]):
         for column in range(kernel[1]):
@@ -109,7 +109,7 @@ def _matrix(weight: Tensor, index: int) -> Tensor:
     return weight.flatten(2)[..., index].contiguous()
 
 
-def _strided(images: Tensor, row: int, column: int, output: torch.Size, settings: Settings) -> Tensor:
+def _strided(images: Tensor, row: int, column: int, output: torch.Size, settings: ConvolutionSettings) -> Tensor:
     """The view of the pixels that the kernel's element at (row, column) reads, one for each position."""
     (height, width), (down, right) = output, settings.stride
     return images[:, :, row : row + (height - 1) * down + 1 : down, column : column + (width - 1) * right + 1 : right]
@@ -125,7 +125,7 @@ def _in_rows(grad: Tensor, width: int) -> Tensor:
     return rows.flatten(2)[..., : (height - 1) * width + own]
 
 
-def _implicit_forward(images: Tensor, weight: Tensor, out: Tensor, settings: Settings) -> None:
+def _implicit_forward(images: Tensor, weight: Tensor, out: Tensor, settings: ConvolutionSettings) -> None:
     padded, output = _padded(images, settings), out.shape[2:]
     height, width = output
     runs = settings.stride == (1, 1)
@@ -145,7 +145,7 @@ def _implicit_forward(images: Tensor, weight: Tensor, out: Tensor, settings: Set
         out.copy_(result[..., :width])
 
 
-def _implicit_input(grad: Tensor, weight: Tensor, out: Tensor, settings: Settings) -> None:
+def _implicit_input(grad: Tensor, weight: Tensor, out: Tensor, settings: ConvolutionSettings) -> None:
     output = grad.shape[2:]
     (top, left), (height, width) = settings.padding, out.shape[2:]
     whole = out.new_zeros(*out.shape[:2], height + 2 * top, width + 2 * left) if top or left else out.zero_()
@@ -164,7 +164,7 @@ def _implicit_input(grad: Tensor, weight: Tensor, out: Tensor, settings: Setting
         out.copy_(whole[:, :, top : top + height, left : left + width])
 
 
-def _implicit_weight(grad: Tensor, images: Tensor, out: Tensor, settings: Settings) -> None:
+def _implicit_weight(grad: Tensor, images: Tensor, out: Tensor, settings: ConvolutionSettings) -> None:
     padded, output = _padded(images, settings), grad.shape[2:]
     sums = out.new_empty(out.shape[2:].numel(), *out.shape[:2])
     runs = settings.stride == (1, 1)
@@ -215,28 +215,28 @@ def _products(operands: list[Tensor], size: tuple[int, int]) -> Tensor:
     return torch.fft.irfft(rows, n=size[1], dim=3)
 
 
-def _frame(image: torch.Size, settings: Settings) -> tuple[int, int]:
+def _frame(image: torch.Size, settings: ConvolutionSettings) -> tuple[int, int]:
     """The height and width of the FFT. They are at least those of the padded image, so that its last rows do not wrap
     around to the first."""
     top, left = settings.padding
     return fft_size(image[0] + 2 * top), fft_size(image[1] + 2 * left)
 
 
-def _fft_forward(images: Tensor, weight: Tensor, out: Tensor, settings: Settings) -> None:
+def _fft_forward(images: Tensor, weight: Tensor, out: Tensor, settings: ConvolutionSettings) -> None:
     size = _frame(images.shape[2:], settings)
     operands = [_spectra(weight, size, step=settings.dilation).conj_physical_().transpose(1, 2)]
     operands.insert(0, _spectra(images, size, settings.padding))
     out.copy_(_strided(_products(operands, size), 0, 0, out.shape[2:], settings))
 
 
-def _fft_input(grad: Tensor, weight: Tensor, out: Tensor, settings: Settings) -> None:
+def _fft_input(grad: Tensor, weight: Tensor, out: Tensor, settings: ConvolutionSettings) -> None:
     size, (top, left), (height, width) = _frame(out.shape[2:], settings), settings.padding, out.shape[2:]
     operands = [_spectra(weight, size, step=settings.dilation)]
     operands.insert(0, _spectra(grad, size, step=settings.stride))
     out.copy_(_products(operands, size)[:, :, top : top + height, left : left + width])
 
 
-def _fft_weight(grad: Tensor, images: Tensor, out: Tensor, settings: Settings) -> None:
+def _fft_weight(grad: Tensor, images: Tensor, out: Tensor, settings: ConvolutionSettings) -> None:
     size, (height, width), (down, right) = _frame(images.shape[2:], settings), out.shape[2:], settings.dilation
     operands = [_spectra(images, size, settings.padding)]
     operands.insert(0, _spectra(grad, size, step=settings.stride).conj_physical_().transpose(1, 2))
@@ -313,7 +313,7 @@ def _winograd_forward(m: int) -> Compute:
 
 
 def _winograd_input(m: int) -> Compute:
-    def compute(grad: Tensor, weight: Tensor, out: Tensor, settings: Settings) -> None:
+    def compute(grad: Tensor, weight: Tensor, out: Tensor, settings: ConvolutionSettings) -> None:
         top, left = settings.padding
         _winograd(grad, weight, out, m, (2 - top, 2 - left), True)
 
@@ -323,7 +323,7 @@ def _winograd_input(m: int) -> Compute:
 def _winograd_weight(m: int) -> Compute:
     """G^T [(A dY A^T) * (B^T d B)] G, summed over samples and tiles: the adjoint of forward in g."""
 
-    def compute(grad: Tensor, images: Tensor, out: Tensor, settings: Settings) -> None:
+    def compute(grad: Tensor, images: Tensor, out: Tensor, settings: ConvolutionSettings) -> None:
         samples, filters, height, width = grad.shape
         down, right = tiles((height, width), m)
         points = _points(images, m, settings.padding, (height, width))
@@ -353,7 +353,9 @@ _COMPUTE: dict[str, dict[str, Compute]] = {
 """Maps a direction and the name of an algorithm to its kernel."""
 
 
-def compute(direction: str, name: str, first: Tensor, second: Tensor, out: Tensor, settings: Settings) -> None:
+def compute(
+    direction: str, name: str, first: Tensor, second: Tensor, out: Tensor, settings: ConvolutionSettings
+) -> None:
     """Compute a convolution or a gradient (see ``Compute``) by the algorithm ``name``, for images with one or two
     spatial dims. All tensors are contiguous."""
     if first.dim() == 3:

@@ -121,15 +121,15 @@ class Dispatch:
     def sent(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Send ``values`` [t a, ...]. Return the rows that came for this rank's experts, the expert of each row
         [rows, 1], and the numbers of rows by sender and expert."""
-        rows, theirs = self.exchange(values[self.order], self.counts)
-        size, experts = theirs.shape
-        numbers = torch.arange(experts, device=rows.device).repeat(size).repeat_interleave(theirs.view(-1))
-        return rows, numbers.unsqueeze(1), theirs
+        rows, received_counts = self.exchange(values[self.order], self.counts)
+        size, experts = received_counts.shape
+        numbers = torch.arange(experts, device=rows.device).repeat(size).repeat_interleave(received_counts.view(-1))
+        return rows, numbers.unsqueeze(1), received_counts
 
-    def returned(self, rows: Tensor, theirs: Tensor) -> Tensor:
+    def returned(self, rows: Tensor, received_counts: Tensor) -> Tensor:
         """Send the experts' results ``rows`` back to the ranks of their tokens. Return the results for this rank's
-        tokens [t, a, ...]. ``theirs`` are the numbers of rows from ``sent``."""
-        back, _ = self.exchange(rows, theirs)
+        tokens [t, a, ...]. ``received_counts`` are the numbers of rows from ``sent``."""
+        back, _ = self.exchange(rows, received_counts)
         result = torch.empty_like(back)
         result[self.order] = back
         return result.view(-1, self.slots, *back.shape[1:])
@@ -141,9 +141,9 @@ def across(
 ) -> Tensor:  # fmt: skip
     """Apply experts to this rank's tokens, with the experts split over ``size`` ranks."""
     dispatch = Dispatch.of(exchange, index, num_experts, size)
-    rows, numbers, theirs = dispatch.sent(tokens.repeat_interleave(index.shape[1], 0))
+    rows, numbers, received_counts = dispatch.sent(tokens.repeat_interleave(index.shape[1], 0))
     outputs = _experts(rows, numbers, rows.new_ones(len(rows), 1), up, down, activation, first)
-    return (dispatch.returned(outputs, theirs) * weights.unsqueeze(-1)).sum(1).to(tokens.dtype)
+    return (dispatch.returned(outputs, received_counts) * weights.unsqueeze(-1)).sum(1).to(tokens.dtype)
 
 
 def across_backward(
@@ -156,12 +156,12 @@ def across_backward(
     width = torch.promote_types(tokens.dtype, weights.dtype)
     slots = index.shape[1]
     packed = [*(tensor.repeat_interleave(slots, 0) for tensor in (tokens, grad)), weights.reshape(-1, 1)]
-    rows, numbers, theirs = dispatch.sent(torch.cat([tensor.to(width) for tensor in packed], 1))
+    rows, numbers, received_counts = dispatch.sent(torch.cat([tensor.to(width) for tensor in packed], 1))
     token, gradient, weight = rows.split([tokens.shape[1], grad.shape[1], 1], 1)
     grads = _experts_backward(
         gradient.to(grad.dtype), token.to(tokens.dtype), numbers, weight.to(weights.dtype), up, down, activation, first
     )
-    back = dispatch.returned(torch.cat([grads[0].to(width), grads[1].to(width)], 1), theirs)
+    back = dispatch.returned(torch.cat([grads[0].to(width), grads[1].to(width)], 1), received_counts)
     token_grads, weight_grads = back.split([tokens.shape[1], 1], 2)
     return token_grads.sum(1).to(tokens.dtype), weight_grads.squeeze(2).to(weights.dtype), grads[2], grads[3]
 
@@ -277,11 +277,11 @@ def _gathered(local: Local) -> Any:
     (index, parts), (place, _) = local.coordinate("e"), local.coordinate("te")
     each = local.size("e") // size // parts
     first = each * (index * size + place if parts > 1 and local.outside("e", "te") else place * parts + index)
-    every = []
+    gathered = []
     for position, tensor in enumerate(tensors):
         rows, *rest = local.input_shape(position)
-        every.append(local.call(aten.reshape.default, local.all_gather(tensor, "te"), [size * rows, *rest]))
-    results = local.call(local.target, *every, up, down, activation, first, size * parts)
+        gathered.append(local.call(aten.reshape.default, local.all_gather(tensor, "te"), [size * rows, *rest]))
+    results = local.call(local.target, *gathered, up, down, activation, first, size * parts)
 
     def scattered(value: Value, output: int) -> Value:
         return local.reduce_scatter(local.call(aten.reshape.default, value, [size, *local.shape(output)]), "te")

@@ -41,14 +41,14 @@ class Window:
 
 @dataclass(frozen=True)
 class Side:
-    """A split spatial dim of a call. ``index`` is its number among the ``space`` spatial dims. ``image`` and ``made``
-    are the edges of the ranks' parts in the image and in the tensor made from it."""
+    """A split spatial dim of a call. ``index`` is its number among the ``space`` spatial dims. ``image`` and ``output``
+    are the edges of the ranks' parts in the image and in the output computed from it."""
 
     index: int
     space: int
     factor: str
     image: Edges
-    made: Edges
+    output: Edges
 
     @property
     def dim(self) -> int:
@@ -56,8 +56,8 @@ class Side:
         return self.index - self.space
 
     def turned(self) -> "Side":
-        """Return the same dim with ``image`` and ``made`` exchanged, for a transposed convolution."""
-        return replace(self, image=self.made, made=self.image)
+        """Return the same dim with ``image`` and ``output`` exchanged, for a transposed convolution."""
+        return replace(self, image=self.output, output=self.image)
 
 
 def split_sides(local: Local, space: int, windows: Sequence[Window] = ()) -> list[Side]:
@@ -75,17 +75,17 @@ def split_side(local: Local, name: str, index: int, space: int) -> Side | None:
     return None
 
 
-def fetch(local: Local, value: Value, sides: Sequence[Side], every: Sequence[Window], fill: float = 0.0) -> Value:
+def fetch(local: Local, value: Value, sides: Sequence[Side], windows: Sequence[Window], fill: float = 0.0) -> Value:
     """Fetch the rows of the image that this rank's windows read, in each split dim."""
     for side in sides:
-        value = local.halo(value, side.factor, side.dim, side.image, every[side.index].ranges(side.made), fill)
+        value = local.halo(value, side.factor, side.dim, side.image, windows[side.index].ranges(side.output), fill)
     return value
 
 
-def give_back(local: Local, value: Value, sides: Sequence[Side], every: Sequence[Window]) -> Value:
+def give_back(local: Local, value: Value, sides: Sequence[Side], windows: Sequence[Window]) -> Value:
     """Send ``value``, terms of sums over the rows that this rank's windows read, to the rows' owners for addition."""
     for side in reversed(sides):
-        value = local.halo_sum(value, side.factor, side.dim, side.image, every[side.index].ranges(side.made))
+        value = local.halo_sum(value, side.factor, side.dim, side.image, windows[side.index].ranges(side.output))
     return value
 
 

@@ -65,8 +65,8 @@ class _OpaqueFunction(torch.autograd.Function):
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         call, tensors = context.call, context.saved_tensors
         given = [grads[index] for index in call.given]
-        found = ours.opaque_backward(list(tensors), given, call.text, 0, 0)
-        by_input = dict(zip(call.needs, found, strict=True))
+        input_gradients = ours.opaque_backward(list(tensors), given, call.text, 0, 0)
+        by_input = dict(zip(call.needs, input_gradients, strict=True))
         return None, *(by_input.get(index) for index in range(len(tensors)))
 
 

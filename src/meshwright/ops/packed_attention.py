@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.ir.attention import FLASH, Band, Form, algorithms_of
+from meshwright.ir.attention import FLASH, AttentionForm, Band, algorithms_of
 from meshwright.ir.rule import Rule
 from meshwright.ops.attention_kernels import attention, attention_backward
-from meshwright.ops.attention_scores import Settings, plain, plain_backward
+from meshwright.ops.attention_scores import ScoreSettings, plain, plain_backward
 from meshwright.ops.base import Call, OperatorRule, Target, make_rule
 from meshwright.ops.library import define
 
@@ -29,7 +29,7 @@ ours = torch.ops.meshwright
 
 def _is_flash(query: Tensor, value: Tensor) -> bool:
     dtype = str(query.dtype).removeprefix("torch.")
-    return FLASH in algorithms_of(Form(dtype, query.shape[2], value.shape[2], len(query), len(query)), False)
+    return FLASH in algorithms_of(AttentionForm(dtype, query.shape[2], value.shape[2], len(query), len(query)), False)
 
 
 def _window(causal: bool, window: int) -> dict[str, int]:
@@ -83,7 +83,7 @@ def packed(
     if query.device.type != "cpu":
         mask = _hidden(query, key, bounds, key_bounds, causal, window)
         queries, keys, values = (_alone(part, slice(None)) for part in (query, key, value))
-        output, logsumexp = plain(queries, keys, values, mask, Settings(Band(len(query), len(key)), scale))
+        output, logsumexp = plain(queries, keys, values, mask, ScoreSettings(Band(len(query), len(key)), scale))
         return output[0].transpose(0, 1).contiguous(), logsumexp[0].contiguous()
     output, logsumexp = packed_shape(query, key, value)
     output, logsumexp = output.zero_(), logsumexp.fill_(-math.inf)
@@ -109,18 +109,20 @@ def packed_backward(
         return gradients
     if query.device.type != "cpu":
         mask = _hidden(query, key, bounds, key_bounds, causal, window)
-        settings = Settings(Band(len(query), len(key)), scale)
+        settings = ScoreSettings(Band(len(query), len(key)), scale)
         grads, queries, keys, values, outputs = (
             _alone(part, slice(None)) for part in (grad, query, key, value, output)
         )
-        found = plain_backward(grads, queries, keys, values, mask, outputs, logsumexp.unsqueeze(0), settings)
-        return tuple(gradient[0].transpose(0, 1).contiguous() for gradient in found)
-    totals = [torch.zeros_like(one, memory_format=torch.contiguous_format) for one in (query, key, value)]
+        sequence_gradients = plain_backward(
+            grads, queries, keys, values, mask, outputs, logsumexp.unsqueeze(0), settings
+        )
+        return tuple(gradient[0].transpose(0, 1).contiguous() for gradient in sequence_gradients)
+    totals = [torch.zeros_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value)]
     for rows, columns in _sequences(bounds, key_bounds):
         parts = (_alone(grad, rows), _alone(query, rows), _alone(key, columns), _alone(value, columns))
         kept = _alone(output, rows), logsumexp[:, rows].unsqueeze(0)
-        found = attention_backward(*parts, None, *kept, *_settings(rows, columns, causal, scale, window))
-        for total, part, place in zip(totals, found, (rows, columns, columns), strict=True):
+        sequence_gradients = attention_backward(*parts, None, *kept, *_settings(rows, columns, causal, scale, window))
+        for total, part, place in zip(totals, sequence_gradients, (rows, columns, columns), strict=True):
             total[place] = part[0].transpose(0, 1)
     return tuple(totals)
 

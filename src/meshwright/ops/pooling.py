@@ -27,7 +27,7 @@ from meshwright.ops.base import (
 )
 from meshwright.ops.halo import Side, Window, each, fetch, give_back, split_sides, windows, without
 from meshwright.ops.patterns import letters, operand
-from meshwright.ops.space import SPACE, Space, image_and_made, is_gradient, largest_flops, space_rank
+from meshwright.ops.space import SPACE, SpatialDims, image_and_output, is_gradient, largest_flops, space_rank
 
 aten = torch.ops.aten
 
@@ -39,7 +39,7 @@ def pool_rule(call: Call) -> Rule:
     window lies inside a part."""
     maxima, adaptive, rank = "max" in str(call.target), "adaptive" in str(call.target), space_rank(call.target)
     halos = [False] * rank if adaptive else [not window.alone for window in _Pool.of(call).windows]
-    space = Space.of(*image_and_made(call), halos, contiguous=maxima, equal=adaptive)
+    space = SpatialDims.of(*image_and_output(call), halos, contiguous=maxima, equal=adaptive)
     return space.spatial_rule(call, linear=is_gradient(call.target) or not maxima)
 
 
@@ -87,7 +87,7 @@ class _Pool:
             return True
         for side in sides:
             window = self.windows[side.index]
-            end = window.rows(side.made[-1]) - window.padding
+            end = window.rows(side.output[-1]) - window.padding
             counted = window.padding if self.counts_padding else 0
             if end > side.image[-1] + counted or (window.padding and not self.counts_padding):
                 return False
@@ -111,15 +111,15 @@ def _max_pool(local: Local, settings: _Pool, sides: list[Side]) -> Any:
     source = fetch(local, local.args[0], sides, settings.windows, -math.inf)
     call = local.call(local.target, source, *settings.maxima(sides))
     values, indices = (local.call(operator.getitem, call, index) for index in (0, 1))
-    here = _Place.of(local, local.input_shape(0), sides, settings.windows)
-    return values, here.outwards(local, indices)
+    part_place = _Place.of(local, local.input_shape(0), sides, settings.windows)
+    return values, part_place.outwards(local, indices)
 
 
 def _max_pool_backward(local: Local, settings: _Pool, sides: list[Side]) -> Any:
     grad, shape = local.args[0], local.shape()
-    here = _Place.of(local, shape, sides, settings.windows)
-    like = local.call(aten.new_empty.default, grad, here.shape(shape))
-    indices = here.inwards(local, arguments(local)["indices"])
+    part_place = _Place.of(local, shape, sides, settings.windows)
+    like = local.call(aten.new_empty.default, grad, part_place.shape(shape))
+    indices = part_place.inwards(local, arguments(local)["indices"])
     result = local.call(local.target, grad, like, *settings.maxima(sides), indices)
     return give_back(local, result, sides, settings.windows)
 
@@ -134,8 +134,10 @@ class _Place:
     whole: list[int]
 
     @classmethod
-    def of(cls, local: Local, shape: Sequence[int], sides: Sequence[Side], every: Sequence[Window] | None) -> "_Place":
-        """Return the place of a part of shape ``shape``. ``every`` has the windows of all spatial dims; without it, a
+    def of(
+        cls, local: Local, shape: Sequence[int], sides: Sequence[Side], windows: Sequence[Window] | None
+    ) -> "_Place":
+        """Return the place of a part of shape ``shape``. ``windows`` has the windows of all spatial dims; without it, a
         rank reads only its own part."""
         rank = sides[0].space
         rows = list(shape[-rank:])
@@ -143,8 +145,8 @@ class _Place:
         for side in sides:
             part, _ = local.coordinate(side.factor)
             low, high = side.image[part : part + 2]
-            if every is not None:
-                low, high = every[side.index].ranges(side.made)[part]
+            if windows is not None:
+                low, high = windows[side.index].ranges(side.output)[part]
             place.lows[side.index], place.rows[side.index] = low, high - low
             place.whole[side.index] = side.image[-1]
         return place
@@ -226,7 +228,7 @@ def _divided(
         length, first = image[index - rank], 0
         if index in split:
             part, _ = local.coordinate(split[index].factor)
-            length, first = split[index].image[-1], split[index].made[part]
+            length, first = split[index].image[-1], split[index].output[part]
         counts = _counts(local, value, window, length, first, output[index - rank], settings.counts_padding)
         value = local.call(
             aten.div.Tensor, value, local.call(aten.view.default, counts, [-1, *[1] * (rank - 1 - index)])
@@ -278,7 +280,7 @@ def adaptive_max_backward_local(local: Local) -> Any:
 
 def unpool_rule(call: Call) -> Rule:
     """``^n c !y !x, n c !y !x -> n c !y1 !x1``: positions are in the whole result, so space stays whole."""
-    space = Space()
+    space = SpatialDims()
     for index, name in enumerate(SPACE[space_rank(call.target)]):
         dim = index - space_rank(call.target)
         space.whole(name, (call.tensors[0].shape[dim], call.outputs[0].shape[dim]))

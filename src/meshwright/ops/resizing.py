@@ -18,7 +18,7 @@ from meshwright.ir.rule import Rule
 from meshwright.ops.base import Call, Local, OperatorRule, Target, Value, arguments, with_gradients
 from meshwright.ops.halo import Side, Window, split_side, split_sides
 from meshwright.ops.patterns import letters
-from meshwright.ops.space import SPACE, Space, both, image_and_made, largest_flops, space_rank
+from meshwright.ops.space import SPACE, SpatialDims, both, image_and_output, largest_flops, space_rank
 
 aten = torch.ops.aten
 
@@ -35,7 +35,7 @@ class _Needed:
     rest: Rows
 
 
-def _made_of(local: Local, value: Value, needed: Sequence[_Needed], *settings: Any) -> Value:
+def _computed_from(local: Local, value: Value, needed: Sequence[_Needed], *settings: Any) -> Value:
     """Run the operator on the part's rows and their halo; keep the rows of the result that belong to the part."""
     for need in needed:
         value = local.halo(value, need.side.factor, need.side.dim, need.side.image, need.ranges)
@@ -50,8 +50,9 @@ def _made_of(local: Local, value: Value, needed: Sequence[_Needed], *settings: A
 def _gradient_of(
     local: Local, grad: Value, needed: Sequence[_Needed], gradient: Callable[[Value, list[int]], Value]
 ) -> Value:
-    """Apply the adjoint of ``_made_of`` to a gradient. First, pad the gradient to the rows that forward made. Then call
-    ``gradient(grad, shape)`` for the gradient of the rows that forward read, and add up its rows at their owners."""
+    """Apply the adjoint of ``_computed_from`` to a gradient. First, pad the gradient to the rows that forward made.
+    Then call ``gradient(grad, shape)`` for the gradient of the rows that forward read, and add up its rows at their
+    owners."""
     shape, rest = local.shape(), [(0, 0)] * space_rank(local.target)
     for need in needed:
         rest[need.side.index], shape[need.side.dim] = need.rest, need.rows
@@ -86,7 +87,7 @@ def _pad_window(amount: Rows) -> Window:
 def constant_pad_rule(call: Call) -> Rule:
     """``n c ~y ~x -> n c ~y1 ~x1``: a part of a padded dim begins and ends at other rows than a part of the image."""
     source, output = call.tensors[0], call.outputs[0]
-    space, names = Space(), letters(source.dim())
+    space, names = SpatialDims(), letters(source.dim())
     for dim, amount in enumerate(_amounts(call.args[1], source.dim())):
         if any(amount):
             name = _FROM_THE_BACK[source.dim() - 1 - dim]
@@ -105,7 +106,7 @@ def constant_pad_local(local: Local) -> Any:
     for dim, amount in enumerate(rest):
         side = split_side(local, _FROM_THE_BACK[rank - 1 - dim], dim, rank) if any(amount) else None
         if side is not None:
-            ranges = _pad_window(amount).ranges(side.made)
+            ranges = _pad_window(amount).ranges(side.output)
             result = local.halo(result, side.factor, side.dim, side.image, ranges, float(given["value"]))
             rest[dim] = (0, 0)
     if any(map(any, rest)) or result is given["self"]:
@@ -119,7 +120,7 @@ def constant_pad_local(local: Local) -> Any:
 def image_pad_rule(call: Call) -> Rule:
     """``^n c ~y ~x -> n c ~y1 ~x1``: rows beyond the border repeat rows of the image."""
     amounts = _amounts(arguments(call)["padding"], space_rank(call.target))
-    return Space.of(*image_and_made(call), [any(amount) for amount in amounts]).spatial_rule(call, linear=True)
+    return SpatialDims.of(*image_and_output(call), [any(amount) for amount in amounts]).spatial_rule(call, linear=True)
 
 
 def _sources(rows: Rows, length: int, reflects: bool) -> Rows:
@@ -135,7 +136,7 @@ def _sources(rows: Rows, length: int, reflects: bool) -> Rows:
 def image_pad_local(local: Local) -> Any:
     """Run a reflection or replication padding on one rank: fetch the rows it reads, and pad at the image's border."""
     given, needed, amounts = _image_padding(local)
-    return _made_of(local, given["self"], needed, _flat(amounts))
+    return _computed_from(local, given["self"], needed, _flat(amounts))
 
 
 def image_pad_backward_local(local: Local) -> Any:
@@ -156,7 +157,7 @@ def _image_padding(local: Local) -> tuple[dict[str, Any], list[_Needed], list[Ro
     for side in split_sides(local, rank):
         if any(amounts[side.index]):
             part, length = local.coordinate(side.factor)[0], side.image[-1]
-            wanted = _pad_window(amounts[side.index]).ranges(side.made)
+            wanted = _pad_window(amounts[side.index]).ranges(side.output)
             ranges = tuple(_sources(rows, length, reflects) for rows in wanted)
             (low, high), (first, last) = wanted[part], ranges[part]
             before, after = max(0, -low), max(0, high - length)
@@ -185,8 +186,8 @@ def _reach(image: int, output: int, cubic: bool) -> int:
 def resize_rule(call: Call) -> Rule:
     """``^n c ~y ~x -> n c ~y1 ~x1``; a split needs whole factors (nearest) or ``align_corners=False`` (others)."""
     given, rank, nearest = arguments(call), space_rank(call.target), "nearest" in str(call.target)
-    image, output = image_and_made(call)
-    space = Space()
+    image, output = image_and_output(call)
+    space = SpatialDims()
     for index, (name, scale) in enumerate(zip(SPACE[rank], _scales(given), strict=True)):
         large, small = image[index - rank], output[index - rank]
         whole_factor = large % small == 0 or small % large == 0
@@ -206,16 +207,16 @@ def _near(local: Local) -> list[_Needed]:
     cubic, nearest = "cubic" in str(local.target), "nearest" in str(local.target)
     for side in split_sides(local, rank):
         if side.factor == both(SPACE[rank][side.index]):
-            part, image, output = local.coordinate(side.factor)[0], side.image[-1], side.made[-1]
+            part, image, output = local.coordinate(side.factor)[0], side.image[-1], side.output[-1]
             step = image // math.gcd(image, output)
             near = 0 if nearest else min(2 if cubic else 1, _reach(image, output, cubic))
             ranges = tuple(
                 (max(0, (first * image // output - near) // step * step),
                  min(image, -(-(-(-end * image // output) + near) // step) * step))
-                for first, end in pairwise(side.made)
+                for first, end in pairwise(side.output)
             )  # fmt: skip
             low, high = ranges[part]
-            first, end = side.made[part : part + 2]
+            first, end = side.output[part : part + 2]
             rest = first - low * output // image, high * output // image - end
             needed.append(_Needed(side, ranges, high - low, rest))
     return needed
@@ -236,7 +237,7 @@ def resize_local(local: Local) -> Any:
     """Resize on one rank, to the size of the rank's part, from the part's rows and the rows around them."""
     given, needed, rank = arguments(local), _near(local), space_rank(local.target)
     size = _with_rest(local.shape()[-rank:], needed)
-    return _made_of(local, given["self"], needed, size, *_settings(given))
+    return _computed_from(local, given["self"], needed, size, *_settings(given))
 
 
 def resize_backward_local(local: Local) -> Any:
@@ -252,8 +253,8 @@ def resize_backward_local(local: Local) -> Any:
 
 def smooth_rule(call: Call) -> Rule:
     """``^n c !y !x -> n c !y1 !x1``, or the reverse: other kinds of resizing, of which space stays whole."""
-    rank, (image, output) = space_rank(call.target), image_and_made(call)
-    space = Space()
+    rank, (image, output) = space_rank(call.target), image_and_output(call)
+    space = SpatialDims()
     for index, name in enumerate(SPACE[rank]):
         space.whole(name, (image[index - rank], output[index - rank]))
     return space.spatial_rule(call, linear=True)

@@ -124,10 +124,10 @@ class Ring:
         goes = [holder(half, mirrored=not back) for half in have]
         comes = [holder(half, mirrored=back) for half in want]
         rows = torch.cat([tensor.unflatten(2, (2, -1)).movedim(2, 0).reshape(2, -1) for tensor in values], 1)
-        came = permute(rows, goes, comes)
+        received = permute(rows, goes, comes)
         del rows
         result = []
-        for tensor, flat in zip(values, came.split([tensor.numel() // 2 for tensor in values], 1), strict=True):
+        for tensor, flat in zip(values, received.split([tensor.numel() // 2 for tensor in values], 1), strict=True):
             batch, heads, length, width = tensor.shape
             halves = flat.reshape(2, batch, heads, length // 2, width)
             result.append(halves.movedim(0, 2).reshape(batch, heads, length, width))
@@ -161,7 +161,7 @@ def forward(
         query, key, value = ring.swapped(permute, (query, key, value))
     wide = torch.promote_types(query.dtype, torch.float32)
     total = query.new_zeros(*query.shape[:3], value.shape[3], dtype=wide)
-    every = query.new_full(query.shape[:3], -math.inf, dtype=wide)
+    logsumexp = query.new_full(query.shape[:3], -math.inf, dtype=wide)
     steps = num_steps(query.shape[2], key.shape[2], size, index, row, window)
 
     def merge(step: int, part: RingSlices) -> None:  # a function, so that nothing outlives its step
@@ -169,7 +169,7 @@ def forward(
         place = (sizes, begins, lengths, time, *ring.drawn(step, part, query, key)) if dropout else ()
         keys, values = key[:, :, part.columns], value[:, :, part.columns]
         output, own = ours.attention(query[:, :, part.rows], keys, values, part.mask, *settings, *place)
-        before, into = every[:, :, part.rows], total[:, :, part.rows]
+        before, into = logsumexp[:, :, part.rows], total[:, :, part.rows]
         merged = torch.logaddexp(before, own)
         finite = merged.masked_fill(merged == -math.inf, 0.0)  # a query without any allowed key has the output zero
         into.mul_((before - finite).exp_().unsqueeze(-1))
@@ -187,8 +187,8 @@ def forward(
     output = total.to(query.dtype)
     if balanced:
         (output,) = ring.swapped(permute, (output,), back=True)
-        every = ring.swapped(permute, (every.unsqueeze(-1),), back=True)[0].squeeze(-1)
-    return output, every
+        logsumexp = ring.swapped(permute, (logsumexp.unsqueeze(-1),), back=True)[0].squeeze(-1)
+    return output, logsumexp
 
 
 def backward(

@@ -29,8 +29,8 @@ def is_gradient(target: Target) -> bool:
     return "backward" in str(target)
 
 
-def image_and_made(call: Call) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the shapes of the image and of the tensor made from it, for an operator or its gradient."""
+def image_and_output(call: Call) -> tuple[Sequence[int], Sequence[int]]:
+    """Return the shapes of the image and of the output computed from it, for an operator or its gradient."""
     pair = call.tensors[0].shape, call.outputs[0].shape
     return (pair[1], pair[0]) if is_gradient(call.target) else pair
 
@@ -41,8 +41,8 @@ def largest_flops(call: Call, rule: Rule | None) -> float:
 
 
 @dataclass
-class Space:
-    """Spatial dims in a pattern: the dims of the image (``left``) and of the tensor made from it (``right``)."""
+class SpatialDims:
+    """Spatial dims in a pattern: the dims of the image (``left``) and of the output computed from it (``right``)."""
 
     left: list[str] = field(default_factory=list)
     right: list[str] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Space:
     def of(
         cls, image: Sequence[int], output: Sequence[int], halos: Sequence[bool], *, contiguous: bool = False,
         equal: bool = False,
-    ) -> "Space":  # fmt: skip
+    ) -> "SpatialDims":  # fmt: skip
         """Return the spatial dims of an image and a result. ``halos`` says whether splitting each dim needs a halo."""
         result = cls()
         for index, (name, halo) in enumerate(zip(SPACE[len(halos)], halos, strict=True)):

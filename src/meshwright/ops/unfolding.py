@@ -13,7 +13,7 @@ from meshwright.ir.rule import Rule
 from meshwright.ops.base import Call, Local, OperatorRule, arguments, make_rule
 from meshwright.ops.halo import Side, Window, each, fetch, give_back, split_sides, windows, without
 from meshwright.ops.patterns import letters, normalize_dim, operand
-from meshwright.ops.space import Space, largest_flops
+from meshwright.ops.space import SpatialDims, largest_flops
 
 aten = torch.ops.aten
 
@@ -29,11 +29,11 @@ def _windows(given: dict[str, Any]) -> tuple[list[int], list[Window]]:
 def unfold_rule(call: Call) -> Rule:
     """``^n c ~y ~x -> n (c !p !q) (~y1 ~x1)``, or the reverse for folding back."""
     back = call.target is aten.col2im.default
-    kernel, every = _windows(arguments(call))
+    kernel, windows = _windows(arguments(call))
     image = (call.outputs[0] if back else call.tensors[0]).shape[-2:]
     counts = [
         (rows + 2 * window.padding - window.extent) // window.stride + 1
-        for rows, window in zip(image, every, strict=True)
+        for rows, window in zip(image, windows, strict=True)
     ]
     lead = "n " if call.tensors[0].dim() == (3 if back else 4) else ""
 
@@ -42,7 +42,7 @@ def unfold_rule(call: Call) -> Rule:
         return f"^{columns} -> {folded}" if back else f"^{folded} -> {columns}"
 
     sizes = {"p": kernel[0], "q": kernel[1], "y1": counts[0], "x1": counts[1], "y": image[0], "x": image[1]}
-    return Space.of(image, counts, [True, True]).rule(call, pattern, **sizes)
+    return SpatialDims.of(image, counts, [True, True]).rule(call, pattern, **sizes)
 
 
 def _settings(given: dict[str, Any], sides: Sequence[Side]) -> tuple[Any, ...]:
@@ -60,11 +60,11 @@ def unfold_local(local: Local) -> Any:
 def fold_local(local: Local) -> Any:
     """Run ``aten.col2im`` on one rank: fold into own rows and halo rows, then send the halo rows to their owners."""
     given, sides, size = arguments(local), split_sides(local, 2), local.shape()[-2:]
-    every = _windows(given)[1]
+    windows = _windows(given)[1]
     for side in sides:
         part, _ = local.coordinate(side.factor)
-        size[side.index] = every[side.index].rows(side.made[part + 1] - side.made[part])
-    return give_back(local, local.call(local.target, given["self"], size, *_settings(given, sides)), sides, every)
+        size[side.index] = windows[side.index].rows(side.output[part + 1] - side.output[part])
+    return give_back(local, local.call(local.target, given["self"], size, *_settings(given, sides)), sides, windows)
 
 
 # --- windows of one dim -----------------------------------------------------------------------------------------------
@@ -74,13 +74,13 @@ def window_rule(call: Call) -> Rule:
     """``^b !x -> b !y !w``, or the reverse; windows side by side may be split: ``^b (y !w) -> b y !w``."""
     given = arguments(call)
     back = call.target is aten.unfold_backward.default
-    long, made = (call.outputs[0], call.tensors[0]) if back else (call.tensors[0], call.outputs[0])
+    long, windowed = (call.outputs[0], call.tensors[0]) if back else (call.tensors[0], call.outputs[0])
     rank, size = long.dim(), given["size"]
     *names, windows, width, length = letters(rank + 3)
     left, right = names, [*names, f"!{width}"]
     if rank:
         dim = normalize_dim(given["dim" if back else "dimension"], rank)
-        tiles = given["step"] == size and long.shape[dim] == made.shape[dim] * size
+        tiles = given["step"] == size and long.shape[dim] == windowed.shape[dim] * size
         right = [*names[:dim], windows if tiles else f"!{windows}", *names[dim + 1 :], f"!{width}"]
         left = [*names[:dim], f"({windows} !{width})" if tiles else f"!{length}", *names[dim + 1 :]]
     whole, parts = operand(left), operand(right)

@@ -87,7 +87,9 @@ class MasterWeights(Optimizer):
         """Let an inner optimizer that needs whole tensors sum over ranks. Its tensors are the masters."""
         if isinstance(self.inner, NeedsShardSums):
             values = {id(master): value for value, master in self._masters.items()}
-            self.inner.sum_shards_with(lambda of, sums: shard_sum([values[id(one)] for one in of], sums))
+            self.inner.sum_shards_with(
+                lambda masters, sums: shard_sum([values[id(master)] for master in masters], sums)
+            )
 
     def _take_state(self, value: Tensor, master: Tensor) -> None:
         """Use a state that was loaded since the last step. If only the parameter was written to, it is the master."""
@@ -97,7 +99,7 @@ class MasterWeights(Optimizer):
             master.copy_(kept)
         elif master is not value and value._version != self._versions[value]:
             master.copy_(value)
-        self.inner.state[master] = {key: one for key, one in state.items() if key != MASTER}
+        self.inner.state[master] = {key: entry for key, entry in state.items() if key != MASTER}
 
 
 def _master_of(value: Tensor) -> Tensor:

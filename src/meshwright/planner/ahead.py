@@ -53,16 +53,16 @@ class _Choice:
             return plan
         depths = [depth for depth in DEPTHS if depth <= max(USUAL, len(plan.gathers))]
         plans = {depth: msgspec.structs.replace(plan, prefetch=depth) for depth in depths}
-        found = {
+        foretold = {
             depth: self._foretold(each, programs)
             for (depth, each), programs in zip(plans.items(), self.lower.variants([*plans.values()]), strict=True)
         }
-        limit = max(self.memory_bytes, min(each.peak.peak_bytes for each in found.values()))
-        fitting = {depth: each.played.step_s for depth, each in found.items() if each.peak.peak_bytes <= limit}
+        limit = max(self.memory_bytes, min(each.peak.peak_bytes for each in foretold.values()))
+        fitting = {depth: each.played.step_s for depth, each in foretold.items() if each.peak.peak_bytes <= limit}
         best_s = min(fitting.values())
         alike = [depth for depth, step_s in fitting.items() if step_s <= (1 + ALIKE) * best_s]
         depth = min(alike, key=lambda depth: (abs(depth - USUAL), depth))
-        return with_notes(plans[depth], [_depth_note(depth, found)])
+        return with_notes(plans[depth], [_depth_note(depth, foretold)])
 
     def with_graphs(self, plan: Plan) -> Plan:
         """The plan with graphs, if they are possible and worth their memory."""
@@ -74,13 +74,15 @@ class _Choice:
         reason = self._impossible(plan, programs)
         if reason:
             return with_notes(plan, [Note(module="launches", split="no graphs", reason=reason)])
-        found = self._foretold(other, programs)
-        times = f"a step takes {found.played.step_s * 1e3:.3g} ms, without graphs {without.played.step_s * 1e3:.3g} ms"
-        more = (found.peak.peak_bytes - without.peak.peak_bytes) / 2**20
+        captured = self._foretold(other, programs)
+        times = (
+            f"a step takes {captured.played.step_s * 1e3:.3g} ms, without graphs {without.played.step_s * 1e3:.3g} ms"
+        )
+        more = (captured.peak.peak_bytes - without.peak.peak_bytes) / 2**20
         limit = max(self.memory_bytes, without.peak.peak_bytes)
-        if found.peak.peak_bytes > limit:
+        if captured.peak.peak_bytes > limit:
             reason = f"they would take {more:,.0f} MiB more than fits; {times}"
-        elif found.played.step_s > (1 - WORTH) * without.played.step_s:
+        elif captured.played.step_s > (1 - WORTH) * without.played.step_s:
             reason = f"they save too little: {times}"
         if reason:
             return with_notes(plan, [Note(module="launches", split="no graphs", reason=reason)])
@@ -99,11 +101,11 @@ class _Choice:
         return foretell(self.lower, plan, self.cluster, optimizer=self.optimizer, work=work)
 
 
-def _depth_note(depth: int, found: Mapping[int, Foretold]) -> Note:
+def _depth_note(depth: int, foretold: Mapping[int, Foretold]) -> Note:
     words = [
         f"{other} ahead {each.played.step_s * 1e3:.4g} ms and {each.peak.peak_bytes / 2**30:.3g} GiB"
-        for other, each in found.items() if other != depth
+        for other, each in foretold.items() if other != depth
     ]  # fmt: skip
-    own = found[depth]
+    own = foretold[depth]
     reason = f"a step takes {own.played.step_s * 1e3:.4g} ms, the peak is {own.peak.peak_bytes / 2**30:.3g} GiB"
     return Note(module="parameters", split=f"gathered {depth} ahead", reason="; ".join((reason, *words)))

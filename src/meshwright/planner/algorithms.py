@@ -9,7 +9,7 @@ from meshwright.ir.cluster import NETWORK, Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import JOIN, Mesh
 from meshwright.ir.operator_algorithm import GATHER
-from meshwright.ir.resharding import Link
+from meshwright.ir.resharding import AxisLink
 
 
 def communicating(axes: Iterable[str]) -> list[str]:
@@ -19,7 +19,7 @@ def communicating(axes: Iterable[str]) -> list[str]:
     return [*names, *(JOIN.join(run) for run in runs)]
 
 
-def links_of(mesh: Mesh, axes: Iterable[str], network: Network) -> dict[str, Link]:
+def links_of(mesh: Mesh, axes: Iterable[str], network: Network) -> dict[str, AxisLink]:
     """The link of each axis and of each joined axis (see ``communicating``). All ``axes`` must have more than one
     rank."""
     return {axis: network.link(axis_group(mesh, axis)) for axis in communicating(axes)}

@@ -24,9 +24,9 @@ def choose_attention(
 ) -> dict[str, tuple[str, str]]:  # fmt: skip
     """Maps attention operators, and their gradients, to the algorithm of each and the reason for it. ``program``
     returns an operator's program on a rank. CPUs have one fused kernel, so that nothing is chosen there."""
-    found: dict[str, tuple[str, str]] = {}
+    chosen: dict[str, tuple[str, str]] = {}
     if rates.device.kind == "cpu":
-        return found
+        return chosen
     costs = cache(rates.algorithm_costs)
     for operator in operators:
         if not operator.target.startswith(TARGETS) or _splits_both(operator, strategies[operator.name]):
@@ -38,8 +38,8 @@ def choose_attention(
         best, usual = min(seconds, key=seconds.__getitem__), next(iter(seconds))
         if best != usual:
             fast, slow = units.seconds(seconds[best]), units.seconds(seconds[usual])
-            found[operator.name] = best, f"{fast} by FLOPs and bytes; {usual} {slow}"
-    return found
+            chosen[operator.name] = best, f"{fast} by FLOPs and bytes; {usual} {slow}"
+    return chosen
 
 
 def _kernel_of(program: OperatorProgram) -> Kernel | None:

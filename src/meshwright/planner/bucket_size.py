@@ -191,11 +191,11 @@ class _Scale:
         of it."""
         usual = min(self.gathers, key=_unusual)
         for size, buckets in self.dense.items():
-            every = {bucket.parameters: self._options(bucket, texts) for bucket in buckets}
+            options_of = {bucket.parameters: self._options(bucket, texts) for bucket in buckets}
             taken: dict[tuple[str, ...], tuple[Bucket, BucketTransfer]] = {}
             for actions in self.actions:
-                computed = _made(actions)
-                own = {names: options for names, options in every.items() if names[0] in computed}
+                computed = _computed_gradients(actions)
+                own = {names: options for names, options in options_of.items() if names[0] in computed}
                 charged = {
                     names: {
                         transfer._replace(charge_s=charge_s / len(own) * bool(bucket.codings)): bucket
@@ -205,7 +205,7 @@ class _Scale:
                 }
                 for best in least_exposed(actions, self.gathers[usual], [[*each] for each in charged.values()]):
                     taken[best.parameters] = charged[best.parameters][best], best
-            chosen = [taken.get(bucket.parameters, every[bucket.parameters][0]) for bucket in buckets]
+            chosen = [taken.get(bucket.parameters, options_of[bucket.parameters][0]) for bucket in buckets]
             self.reduced[size] = tuple(bucket for bucket, _ in chosen)
             self.reductions[size] = [transfer for _, transfer in chosen]
 
@@ -219,7 +219,7 @@ class _Scale:
         """The seconds that the slowest stage waits, including the charges for codecs."""
         waits = []
         for actions in self.actions:
-            computed = _made(actions)
+            computed = _computed_gradients(actions)
             charges = sum(transfer.charge_s for transfer in reductions if transfer.parameters[0] in computed)
             waits.append(exposed_s(actions, gathers, reductions) + charges)
         return max(waits)
@@ -344,9 +344,9 @@ def with_notes(plan: Plan, notes: Sequence[Note]) -> Plan:
     return msgspec.structs.replace(plan, notes=(*plan.notes, *notes)) if notes else plan
 
 
-def _made(actions: Sequence[Actions]) -> set[str]:
+def _computed_gradients(actions: Sequence[Actions]) -> set[str]:
     """The parameters whose gradients a stage computes."""
-    return {name for action in actions for moment in action.moments for name in moment.made}
+    return {name for action in actions for moment in action.moments for name in moment.gradients}
 
 
 def _distinct(members: Sequence[BucketMember], algorithms: Mapping[str, str]) -> dict[int, tuple[Bucket, ...]]:

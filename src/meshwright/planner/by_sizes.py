@@ -16,7 +16,7 @@ from meshwright.ir.layout import Layout, ZeroStage
 from meshwright.ir.layout_text import layout_text
 from meshwright.ir.part import part_of
 from meshwright.ir.transformer import Transformer
-from meshwright.planner.search import Option, search
+from meshwright.planner.search import SetupOption, search
 
 
 class QuickAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +57,7 @@ def quick_answer(
     return next(filter(None, map(_answer, result.options)), None)
 
 
-def _answer(option: Option) -> QuickAnswer | None:
+def _answer(option: SetupOption) -> QuickAnswer | None:
     layout = layout_of(option.setup)
     if layout is None:
         return None

@@ -11,7 +11,7 @@ import msgspec
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import RECOMPUTE, ZERO_STAGES, Layout, Recompute, ZeroStage
 from meshwright.ir.pipeline import V_SHAPED, ScheduleName
-from meshwright.planner.factors import Factors
+from meshwright.planner.factors import FactorChoices
 from meshwright.schedules.pipeline import least_microbatches
 
 MOST_MICROBATCHES = 32
@@ -59,14 +59,14 @@ class Space:
         alone = {"inter": shape.pp == shape.num_ranks, "intra": shape.pp == 1}
         return alone.get(only, True) and self.holds(shape)
 
-    def within(self, every: Iterable[Layout], only: Only) -> list[Layout]:
+    def within(self, shapes: Iterable[Layout], only: Only) -> list[Layout]:
         """The divisions of the ranks that belong to the space, with the least recomputation that the space allows."""
-        return [self.least(shape) for shape in every if self.has(shape, only)]
+        return [self.least(shape) for shape in shapes if self.has(shape, only)]
 
     def runs(self, shape: Layout, batch_size: int) -> list[Layout]:
         """The layouts with this division of the ranks that belong to the space."""
-        every = runs(shape, batch_size, self.fewest)
-        return [run for run in every if run.pp == 1 or run.schedule in self.schedules]
+        candidates = runs(shape, batch_size, self.fewest)
+        return [run for run in candidates if run.pp == 1 or run.schedule in self.schedules]
 
 
 EVERYTHING = Space()
@@ -91,7 +91,7 @@ def axes_of(graph: Graph) -> Axes:
     """Find the parts of a graph's model that a layout can divide, in addition to batch and features."""
     mixtures = [operator for operator in graph.operators if operator.target.startswith("meshwright.experts.")]
     experts = math.gcd(*(graph.tensors[mixture.inputs[-1]].shape[0] for mixture in mixtures)) if mixtures else 1
-    sequences = Factors(graph, {}, {}).sequences()
+    sequences = FactorChoices(graph, {}, {}).sequences()
     attention = any(operator.target.startswith("meshwright.attention.") for operator in graph.operators)
     images = any(operator.target.startswith("aten.convolution.") for operator in graph.operators)
     return Axes(bool(sequences), attention and bool(sequences), experts, images)

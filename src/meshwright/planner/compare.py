@@ -135,7 +135,7 @@ def search_costs(
 
 def _communicated_bytes(work: StepWork, schedule: Schedule) -> int:
     """The largest number of bytes that any rank sends in collectives and messages."""
-    every = []
+    totals = []
     for actions in schedule.ranks:
         total = 0
         for action in actions:
@@ -147,8 +147,8 @@ def _communicated_bytes(work: StepWork, schedule: Schedule) -> int:
             total += _bytes_of(stage.pieces.get(action.kind.value, ()))
         for number in {action.stage for action in actions}:
             total += _bytes_of((*work.stages[number].before, *work.stages[number].after))
-        every.append(total)
-    return max(every)
+        totals.append(total)
+    return max(totals)
 
 
 def _bytes_of(pieces: Iterable[Piece]) -> int:

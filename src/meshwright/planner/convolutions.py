@@ -34,7 +34,7 @@ from meshwright.planner.interiors import interiors
 from meshwright.planner.intra_op.costs import ClusterCosts
 from meshwright.planner.intra_op.prices import Prices
 from meshwright.planner.notes import merged
-from meshwright.planner.workspace import Choice, Division, divided, pareto, share
+from meshwright.planner.workspace import Division, KernelChoice, divided, pareto, share
 
 NO_LIMIT = 2**62
 LEAST_GAIN = 0.05
@@ -42,20 +42,20 @@ LEAST_GAIN = 0.05
 of the two measurements."""
 
 
-class Choices(NamedTuple):
+class ConvolutionChoices(NamedTuple):
     """The choices of one convolution. ``native`` is PyTorch's own algorithm on all samples. ``deviations`` maps a
     choice to the standard deviation of its measured time, as a fraction; empty: times follow from FLOPs and bytes."""
 
-    every: tuple[Choice, ...]
-    native: Choice
-    deviations: Mapping[Choice, float]
+    every: tuple[KernelChoice, ...]
+    native: KernelChoice
+    deviations: Mapping[KernelChoice, float]
 
     @property
     def measured(self) -> bool:
         """Whether the times come from a table."""
         return bool(self.deviations)
 
-    def gain(self, pieces: Iterable[Choice]) -> float:
+    def gain(self, pieces: Iterable[KernelChoice]) -> float:
         """The fraction by which ``pieces`` must be faster than ``native`` to replace it."""
         if not self.measured:
             return 1.0
@@ -64,7 +64,7 @@ class Choices(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenAlgorithms:
     """The decisions of a plan about its convolutions, attention and products in float8. ``interiors`` are the starred
     names of convolutions that compute their interior rows first. ``texts`` maps an operator to its algorithm. Operators
     with PyTorch's own algorithm are left out. ``notes`` are for ``Plan.explain``."""
@@ -77,7 +77,7 @@ class Chosen:
 def choose_on_rank(
     graph: Graph, mesh: Mesh, axes: Mapping[str, int], strategies: Mapping[str, Strategy], cluster: Cluster | None,
     lower: Lower | None, layout: Layout, times: AlgorithmTimes | None = None, rank_of: Mapping[str, int] | None = None,
-) -> Chosen:  # fmt: skip
+) -> ChosenAlgorithms:  # fmt: skip
     """Decide how a rank computes its parts of convolutions, attention and matrix products under the strategies on
     ``axes``. Nothing is decided if the cluster or the lowering is unknown. ``rank_of`` maps operators to pipeline ranks
     (default: all operators are on one rank).
@@ -86,7 +86,7 @@ def choose_on_rank(
         LayoutError: as ``choose``.
     """
     if cluster is None or lower is None:
-        return Chosen()
+        return ChosenAlgorithms()
     known = {name: {a: c for a, c in strategy.items() if a != TIME} for name, strategy in strategies.items()}
     prices = Prices(graph, axes, ClusterCosts(mesh, axes, cluster), lower, layout.microbatches)
     hides = cluster.device.kind != "cpu"  # CPU cores also move the rows
@@ -100,7 +100,7 @@ def choose_on_rank(
     lines = choose_attention(graph.operators, known, program, rates)
     lines |= choose_float8(graph, known, program, rates, prices.costs, layout)
     texts = {**chosen.texts, **{name: text for name, (text, _) in lines.items()}}
-    return Chosen(inside, texts, (*chosen.notes, *merged(lines)))
+    return ChosenAlgorithms(inside, texts, (*chosen.notes, *merged(lines)))
 
 
 def sizes_of(program: OperatorProgram) -> ConvolutionSizes | None:
@@ -110,36 +110,37 @@ def sizes_of(program: OperatorProgram) -> ConvolutionSizes | None:
     return max(kernels, key=lambda kernel: kernel.flops).convolution if kernels else None
 
 
-def choices_of(sizes: ConvolutionSizes, rates: Rates, times: AlgorithmTimes | None) -> Choices:
+def choices_of(sizes: ConvolutionSizes, rates: Rates, times: AlgorithmTimes | None) -> ConvolutionChoices:
     """The choices for a convolution on the device of ``rates``."""
     timings = times.of(sizes) if times is not None else ()
-    deviations: dict[Choice, float] = {}
+    deviations: dict[KernelChoice, float] = {}
     if timings:
-        every = [
-            Choice(timing.algorithm, timing.sizes.samples, timing.seconds, timing.workspace_bytes) for timing in timings
+        kernels = [
+            KernelChoice(timing.algorithm, timing.sizes.samples, timing.seconds, timing.workspace_bytes)
+            for timing in timings
         ]
-        deviations = dict(zip(every, (timing.deviation for timing in timings), strict=True))
+        deviations = dict(zip(kernels, (timing.deviation for timing in timings), strict=True))
     else:
-        every = [
+        kernels = [
             _closed_form(sizes, name, samples, rates)
             for samples in piece_sizes(sizes.samples)
             for name in algorithms_of(sizes)
         ]
-    native = next(choice for choice in every if choice.name == NATIVE and choice.samples == sizes.samples)
-    return Choices(tuple(every), native, deviations)
+    native = next(choice for choice in kernels if choice.name == NATIVE and choice.samples == sizes.samples)
+    return ConvolutionChoices(tuple(kernels), native, deviations)
 
 
-def _closed_form(sizes: ConvolutionSizes, name: str, samples: int, rates: Rates) -> Choice:
+def _closed_form(sizes: ConvolutionSizes, name: str, samples: int, rates: Rates) -> KernelChoice:
     work = piece_work(sizes._replace(samples=samples), name, samples == sizes.samples)
     seconds = sum(rates.cost(kernel).seconds for kernel in work.kernels)
     on_cpu = rates.device.kind == "cpu"
-    return Choice(name, samples, seconds, max(scratch_bytes(kernel, on_cpu) for kernel in work.kernels))
+    return KernelChoice(name, samples, seconds, max(scratch_bytes(kernel, on_cpu) for kernel in work.kernels))
 
 
 def choose(
     operators: Iterable[Operator], program: Callable[[Operator], OperatorProgram], layout: Layout, rates: Rates,
     times: AlgorithmTimes | None = None, rank_of: Mapping[str, int] = MappingProxyType({}),
-) -> Chosen:  # fmt: skip
+) -> ChosenAlgorithms:  # fmt: skip
     """Choose the algorithms of all convolutions among the operators. ``program`` returns an operator's program on a
     rank. If the layout has no limit, only measured times can justify an algorithm other than PyTorch's own. A budget
     for the network holds for each pipeline rank; ``rank_of`` maps operators to pipeline ranks.
@@ -155,28 +156,28 @@ def choose(
             where="layout", remedy="leave workspace_bytes out, or plan for a CPU",
         )  # fmt: skip
     if not limit and times is None:
-        return Chosen()
-    known: dict[ConvolutionSizes, Choices] = {}
-    every: dict[str, Choices] = {}
+        return ChosenAlgorithms()
+    known: dict[ConvolutionSizes, ConvolutionChoices] = {}
+    choices_by_name: dict[str, ConvolutionChoices] = {}
     for operator in operators:
         sizes = sizes_of(program(operator)) if operator.target.startswith("aten.convolution") else None
         if sizes is not None and sizes.samples:
             known[sizes] = known.get(sizes) or choices_of(sizes, rates, times)
-            every[operator.name] = known[sizes]
+            choices_by_name[operator.name] = known[sizes]
     if limit and layout.workspace_over == "network":
         taken: dict[str, Division] = {}
-        for rank in sorted({rank_of.get(name, 0) for name in every}):
-            own = {name: choices for name, choices in every.items() if rank_of.get(name, 0) == rank}
+        for rank in sorted({rank_of.get(name, 0) for name in choices_by_name}):
+            own = {name: choices for name, choices in choices_by_name.items() if rank_of.get(name, 0) == rank}
             taken |= share({name: _each(name, choices, limit) for name, choices in own.items()}, limit)
     else:
-        taken = {name: _fastest(name, choices, limit or NO_LIMIT) for name, choices in every.items()}
+        taken = {name: _fastest(name, choices, limit or NO_LIMIT) for name, choices in choices_by_name.items()}
     texts = {name: _text(division) for name, division in taken.items()}
     shown = {name for name, text in texts.items() if limit or text != NATIVE}
     others = {name: text for name, text in texts.items() if text != NATIVE}
-    return Chosen(texts=others, notes=_notes(taken, every, shown))
+    return ChosenAlgorithms(texts=others, notes=_notes(taken, choices_by_name, shown))
 
 
-def _fastest(name: str, choices: Choices, limit: int) -> Division:
+def _fastest(name: str, choices: ConvolutionChoices, limit: int) -> Division:
     native = choices.native
     try:
         best = divided(choices.every, native.samples, limit)
@@ -187,7 +188,7 @@ def _fastest(name: str, choices: Choices, limit: int) -> Division:
     return best
 
 
-def _each(name: str, choices: Choices, total: int) -> tuple[Division, ...]:
+def _each(name: str, choices: ConvolutionChoices, total: int) -> tuple[Division, ...]:
     try:
         return pareto(choices.every, choices.native.samples, total)
     except MeshwrightError as error:
@@ -198,13 +199,15 @@ def _text(division: Division) -> str:
     return text_of((piece.name, piece.samples) for piece in division.pieces)
 
 
-def _notes(taken: Mapping[str, Division], every: Mapping[str, Choices], shown: set[str]) -> tuple[Note, ...]:
+def _notes(
+    taken: Mapping[str, Division], choices_by_name: Mapping[str, ConvolutionChoices], shown: set[str]
+) -> tuple[Note, ...]:
     """A note for each convolution: its algorithms and their numbers of samples, workspace and seconds."""
     lines = {}
     for name, division in taken.items():
         if name not in shown:
             continue
-        choices, text = every[name], _text(division)
+        choices, text = choices_by_name[name], _text(division)
         how = "measured" if choices.measured else "by FLOPs and bytes"
         reason = f"{units.size(division.workspace_bytes)} of workspace, {units.seconds(division.seconds)} {how}"
         if text != NATIVE:

@@ -31,7 +31,7 @@ from meshwright.planner.checks import batch_problems, check_microbatches, check_
 from meshwright.planner.codecs import FACTORS, NONE, BucketCodecs, codec_problems, follow_codings, undecided
 from meshwright.planner.cut import between_sizes, choose_cut, follow_cut
 from meshwright.planner.factor_choice import better_by_factors, gather_factors
-from meshwright.planner.factors import Factors, require_heads
+from meshwright.planner.factors import FactorChoices, require_heads
 from meshwright.planner.follow import follow_storage, inherit
 from meshwright.planner.intra_op.assign import Assigned, Chosen, assign
 from meshwright.planner.intra_op.costs import CostModel
@@ -160,13 +160,13 @@ class _Planner:
         self.sizes = self.axes | ({TIME: layout.microbatches} if layout.microbatches > 1 else {})
         self.space = [axis for axis in layout.spatial_axes if axis in self.sizes]
         self.strategies: dict[str, Strategy] = {operator.name: {} for operator in graph.operators}
-        self.factors = Factors(graph, self.sizes, self.strategies)
+        self.factors = FactorChoices(graph, self.sizes, self.strategies)
         self.pins: dict[str, Strategy] = {}
         self.notes: ModuleNotes = defaultdict(dict)
         self.axis_notes: list[Note] = []
         self.missed: set[str] = set()
         self.solved: Chosen | None = None
-        self.convolutions = convolutions.Chosen()
+        self.convolutions = convolutions.ChosenAlgorithms()
         self.experts = experts_algorithms(graph, cluster) if "ep" in self.sizes else {}
 
     def plan(self) -> Plan:
@@ -318,7 +318,7 @@ class _Planner:
         """Join the pins with the splits of the spatial axes, of attention over ``cp``, and of experts over ``ep``. The
         integer program must keep all of them."""
         strategies = {operator.name: dict(self.pins.get(operator.name, {})) for operator in self.graph.operators}
-        factors = Factors(self.graph, self.sizes, strategies)
+        factors = FactorChoices(self.graph, self.sizes, strategies)
         if self.space:
             self.axis_notes += SpatialRule(factors, defaultdict(dict)).split(self.space, required=True)
         if "ep" in self.sizes:

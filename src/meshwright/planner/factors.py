@@ -11,7 +11,7 @@ from meshwright.ir.plan import Strategy
 
 
 @dataclass
-class Factors:
+class FactorChoices:
     """A graph, the sizes of the mesh axes, and the strategies chosen so far; the planner adds further strategies.
 
     A factor class contains the factors of several operators that stand for the same size, such as the batch.

@@ -6,10 +6,10 @@ from meshwright.ir.graph import Graph
 from meshwright.ir.placement import Shard
 from meshwright.ir.plan import Plan
 from meshwright.ir.stages import cut
-from meshwright.planner.factors import Factors
+from meshwright.planner.factors import FactorChoices
 
 
-def inherit(factors: Factors, base: Plan, firsts: tuple[str, ...]) -> None:
+def inherit(factors: FactorChoices, base: Plan, firsts: tuple[str, ...]) -> None:
     """Give every operator its strategy in the plan ``base``, as far as the sizes of its factors allow."""
     held = cut(factors.graph, firsts).stage_of
     for operator in factors.graph.operators:
@@ -20,7 +20,7 @@ def inherit(factors: Factors, base: Plan, firsts: tuple[str, ...]) -> None:
                 factors.strategies[operator.name][axis] = choice
 
 
-def follow_storage(factors: Factors, base: Plan, axes: Sequence[str]) -> None:
+def follow_storage(factors: FactorChoices, base: Plan, axes: Sequence[str]) -> None:
     """For operators that ``base`` does not have, such as those of an evaluation: choose for each of ``axes`` a factor
     over which an input is already split. The splits of the parameters are those of their storage in ``base``.
 
@@ -30,7 +30,7 @@ def follow_storage(factors: Factors, base: Plan, axes: Sequence[str]) -> None:
         _follow_storage(factors, base, axis)
 
 
-def _follow_storage(factors: Factors, base: Plan, axis: str) -> None:
+def _follow_storage(factors: FactorChoices, base: Plan, axis: str) -> None:
     graph, placed = factors.graph, dict[str, str | None]()
     for name in graph.parameters:
         shard = base.storage(name).get(axis)

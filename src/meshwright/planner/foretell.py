@@ -18,7 +18,7 @@ from meshwright.ir.trace import Trace
 from meshwright.schedules.pipeline import schedule_of
 from meshwright.simulate.engine import play
 from meshwright.simulate.faults import Faults
-from meshwright.simulate.played import Played
+from meshwright.simulate.played import PlayedStep
 
 
 class Foretold(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +29,7 @@ class Foretold(msgspec.Struct, frozen=True, kw_only=True):
 
     digest: str
     work: StepWork
-    played: Played
+    played: PlayedStep
     memory: tuple[RankMemory, ...]
     device_bytes: tuple[int, ...]
     room_bytes: tuple[int, ...]
@@ -113,8 +113,8 @@ def _host_s(work: StepWork, schedule: Schedule, outside_s: float) -> float:
     """The seconds in which the device waits for its host, on the rank with the longest such wait."""
     waits = []
     for actions in schedule.ranks:
-        every = [work.stages[action.stage].pieces.get(action.kind.value, ()) for action in actions]
+        piece_lists = [work.stages[action.stage].pieces.get(action.kind.value, ()) for action in actions]
         for stage in {action.stage for action in actions}:
-            every += [work.stages[stage].before, work.stages[stage].after]
-        waits.append(sum(piece.host_s for pieces in every for piece in pieces if isinstance(piece, Compute)))
+            piece_lists += [work.stages[stage].before, work.stages[stage].after]
+        waits.append(sum(piece.host_s for pieces in piece_lists for piece in pieces if isinstance(piece, Compute)))
     return max(waits) + outside_s

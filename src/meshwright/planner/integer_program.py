@@ -34,7 +34,7 @@ class Rows:
         self.upper.append(upper)
 
 
-class Solution(NamedTuple):
+class ColumnValues(NamedTuple):
     """The values of the columns (None: no solution exists, or none was found in time). ``bound`` is a lower bound on
     the cost of any solution; it is infinite if none exists. ``proven``: the solver finished in time."""
 
@@ -45,7 +45,7 @@ class Solution(NamedTuple):
 
 def minimize(
     costs: Sequence[float], upper: Sequence[float], rows: Rows, num_integer: int, *, gap: float = GAP
-) -> Solution:
+) -> ColumnValues:
     """Minimize the cost within the relative ``gap`` or the time limit. The first ``num_integer`` columns must be whole
     numbers."""
     unit = max((cost for cost in costs if cost > 0), default=1.0)  # the tolerances of HiGHS are absolute
@@ -67,8 +67,8 @@ def minimize(
     solver.run()
     info, status = solver.getInfo(), solver.getModelStatus()
     if status == highspy.HighsModelStatus.kInfeasible:
-        return Solution(None, np.inf, True)
+        return ColumnValues(None, np.inf, True)
     bound = info.mip_dual_bound * unit
     if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
-        return Solution(None, bound, False)
-    return Solution(np.array(solver.getSolution().col_value), bound, status == highspy.HighsModelStatus.kOptimal)
+        return ColumnValues(None, bound, False)
+    return ColumnValues(np.array(solver.getSolution().col_value), bound, status == highspy.HighsModelStatus.kOptimal)

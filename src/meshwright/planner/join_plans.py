@@ -47,11 +47,11 @@ def _notes(graph: Graph, divided: Cut, plans: Sequence[Plan], places: Pipeline) 
     for operator in graph.operators:
         if operator.name in divided.stage_of:
             modules[places.rank_of(divided.stage_of[operator.name])].add(starred(operator.module))
-    every = set().union(*modules.values())
+    all_modules = set().union(*modules.values())
     notes: dict[Note, None] = {}
     for index, plan in enumerate(plans):
         for note in plan.notes:
-            if note.module in every and note.module not in modules[index]:
+            if note.module in all_modules and note.module not in modules[index]:
                 continue
             if not all(note in other.notes for other in plans):
                 note = msgspec.structs.replace(note, module=f"pp rank {index}: {note.module}")

@@ -355,7 +355,7 @@ class Search:
 
     def _keep(self, option: Option) -> None:
         self.found.append(option)
-        self.clock.found(option.name, option.likely_s, option.peak_bytes)
+        self.clock.note_layout(option.name, option.likely_s, option.peak_bytes)
         self._queue.put(option.likely_s, option)
 
     def _cut_anew(self, option: Option) -> None:

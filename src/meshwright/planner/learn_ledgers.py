@@ -68,11 +68,11 @@ def learn_ledgers(ledgers: Sequence[Ledger], cluster: Cluster) -> LearnedCluster
                 remedy="correct the cluster that the run was predicted for",
             )  # fmt: skip
     software = cluster.software
-    every = {digest(ledger): ledger for ledger in ledgers}
-    fresh = {key: ledger for key, ledger in every.items() if key not in software.taught}
+    by_digest = {digest(ledger): ledger for ledger in ledgers}
+    fresh = {key: ledger for key, ledger in by_digest.items() if key not in software.taught}
     notes = []
-    if len(fresh) < len(every):
-        notes.append(f"{len(every) - len(fresh)} of {len(every)} runs have taught this cluster before")
+    if len(fresh) < len(by_digest):
+        notes.append(f"{len(by_digest) - len(fresh)} of {len(by_digest)} runs have taught this cluster before")
     runs = list(fresh.values())
     if not runs:
         return LearnedCluster(

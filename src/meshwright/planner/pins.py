@@ -8,7 +8,7 @@ from meshwright.ir.files import did_you_mean
 from meshwright.ir.graph import Operator
 from meshwright.ir.plan import Strategy
 from meshwright.ir.rule import OWN
-from meshwright.planner.factors import Factors
+from meshwright.planner.factors import FactorChoices
 from meshwright.planner.words import STATIONARY, WORDS, factors_of
 
 
@@ -17,7 +17,7 @@ def matches(glob: str, module: str) -> bool:
     return fnmatch.fnmatchcase(module, glob) or (glob != "" and fnmatch.fnmatchcase(module, f"{glob}.*"))
 
 
-def read_pins(factors: Factors, pins: dict[str, str], axes: tuple[str, ...]) -> dict[str, Strategy]:
+def read_pins(factors: FactorChoices, pins: dict[str, str], axes: tuple[str, ...]) -> dict[str, Strategy]:
     """Read the pins. The result maps the name of each pinned operator to its pinned factors by axis.
 
     An empty factor means no split. If several pins match an operator on the same axis, the pin with the most exact glob
@@ -90,7 +90,7 @@ def _every(pins: dict[str, str], axes: tuple[str, ...]) -> Iterator[tuple[str, s
             yield from ((glob, *pair) for pair in zip(factors, over, strict=True))
 
 
-def _letter(factors: Factors, operator: Operator, factor: str, axis: str, by_class: bool) -> str:
+def _letter(factors: FactorChoices, operator: Operator, factor: str, axis: str, by_class: bool) -> str:
     for letter, name in operator.classes.items():
         wanted = factors.is_batch(name) if factor == "batch" else factor == (name if by_class else letter)
         if wanted and factors.fits(operator, letter, axis):
@@ -107,7 +107,7 @@ def _closeness(glob: str, module: str) -> tuple[bool, int]:
     return glob == module, sum(letter not in "*?" for letter in glob)
 
 
-def _unknown_factor(factors: Factors, members: list[Operator], factor: str, axis: str, where: str) -> LayoutError:
+def _unknown_factor(factors: FactorChoices, members: list[Operator], factor: str, axis: str, where: str) -> LayoutError:
     """The error for a factor that no matched operator can split. The message has the sizes of the factor, if they are
     known, and lists all known factors."""
     classes = {name for member in members for letter, name in member.classes.items() if factor in (letter, name)}
@@ -125,7 +125,7 @@ def _unknown_factor(factors: Factors, members: list[Operator], factor: str, axis
     )
 
 
-def _nowhere(factors: Factors, glob: str, where: str) -> LayoutError:
+def _nowhere(factors: FactorChoices, glob: str, where: str) -> LayoutError:
     modules = sorted({operator.module for operator in factors.graph.operators if operator.module})
     remedy = f"{did_you_mean(glob, modules)} modules are: {', '.join(modules[:20])}".strip()
     return LayoutError("matches no module", where=where, remedy=remedy)

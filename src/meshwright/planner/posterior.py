@@ -22,7 +22,7 @@ TOLD = 0.7
 
 class Number(msgspec.Struct, frozen=True, kw_only=True):
     """A learned number: its value and standard deviation, before and after learning. The deviation refers to the
-    logarithm (for ``fragmentation``, to the number itself). ``told``: the runs contain information about it."""
+    logarithm (for ``fragmentation``, to the number itself). ``is_learned``: the runs contain information about it."""
 
     name: str
     before: float
@@ -31,7 +31,7 @@ class Number(msgspec.Struct, frozen=True, kw_only=True):
     deviation: float
 
     @property
-    def told(self) -> bool:
+    def is_learned(self) -> bool:
         """Whether the runs reduced the number's uncertainty noticeably."""
         return self.deviation <= TOLD * self.deviation_before
 

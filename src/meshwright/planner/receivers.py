@@ -75,13 +75,13 @@ def cheapest(fabric: Fabric, source: int, target: int, tensors: Sequence[Crossed
     """
     mesh = fabric.mesh
     forms = dict.fromkeys(_forms(fabric, target))
-    found = [(form, crossing(tensors, mesh.submesh(source), mesh.submesh(target), form)) for form in forms]
-    return min(found, key=lambda each: (crossing_s(fabric, source, target, each[1]), each[1].sent_bytes))
+    crossings = [(form, crossing(tensors, mesh.submesh(source), mesh.submesh(target), form)) for form in forms]
+    return min(crossings, key=lambda each: (crossing_s(fabric, source, target, each[1]), each[1].sent_bytes))
 
 
-def crossing_s(fabric: Fabric, source: int, target: int, found: Crossing) -> float:
+def crossing_s(fabric: Fabric, source: int, target: int, crossing: Crossing) -> float:
     """Seconds of a crossing between two pipeline ranks: its messages, then its gathers."""
-    return fabric.send_s(found.sent_bytes, source, target) + fabric.pieces_s(found.gathers, target)
+    return fabric.send_s(crossing.sent_bytes, source, target) + fabric.pieces_s(crossing.gathers, target)
 
 
 def _forms(fabric: Fabric, target: int) -> tuple[tuple[int, ...], ...]:
@@ -89,8 +89,8 @@ def _forms(fabric: Fabric, target: int) -> tuple[tuple[int, ...], ...]:
     entry in the plan (``ir.plan.Stage``)."""
     ranks = fabric.mesh.stage_ranks(target)
     boxes = tuple(len(list(inside)) for _, inside in groupby(ranks, lambda rank: _box_of(fabric.cluster, rank)))
-    every = (len(ranks),), boxes, (1,) * len(ranks)
-    return every if fabric.mesh.stages else every[::-1]
+    forms = (len(ranks),), boxes, (1,) * len(ranks)
+    return forms if fabric.mesh.stages else forms[::-1]
 
 
 def _box_of(cluster: Cluster, rank: int) -> int:
@@ -134,7 +134,7 @@ class _Crossings:
 
     def _border(self, name: str, stage: int) -> Placements:
         maker, sizes = self._makers[name], self.plan.sizes(stage)
-        made = self.divided.stage_of[maker.name]
-        strategy = self.plan.stages[made].strategy(maker.name)
+        maker_stage = self.divided.stage_of[maker.name]
+        strategy = self.plan.stages[maker_stage].strategy(maker.name)
         own = {axis: choice for axis, choice in strategy.items() if axis in sizes}
         return border(self.graph, name, maker, own, sizes, uneven=self.plan.uneven)

@@ -5,7 +5,7 @@ from functools import lru_cache
 
 from meshwright.cost.memory import layer_activation_bytes, stage_memory
 from meshwright.cost.setup import Setup
-from meshwright.cost.step import KnownCosts, Pieces, StageSeconds, step_pieces
+from meshwright.cost.step import KnownCosts, StageSeconds, StepTimes, step_pieces
 from meshwright.errors import ScheduleError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.pipeline import CHUNKED, Pipeline
@@ -13,7 +13,7 @@ from meshwright.ir.schedule import ActionKind, Schedule
 from meshwright.ir.trace import MemorySample, Span, Trace
 from meshwright.schedules import pipeline, timing
 from meshwright.schedules.message_driven import reordered
-from meshwright.schedules.timing import Order, order_of
+from meshwright.schedules.timing import ActionOrder, order_of
 
 LONGEST = 200_000
 """Upper limit on the number of actions of a schedule that is rehearsed. Rehearsing so many actions takes about a
@@ -73,7 +73,7 @@ def rehearsed_trace(setup: Setup, cluster: Cluster) -> Trace | None:
 
 def _costed(
     setup: Setup, cluster: Cluster, known: KnownCosts | None = None
-) -> tuple[Schedule, Order, Pieces, Callable[[int, ActionKind], float]] | None:
+) -> tuple[Schedule, ActionOrder, StepTimes, Callable[[int, ActionKind], float]] | None:
     """The schedule with its order, the costs of its stages, and the seconds of an action by its stage and kind. None if
     the schedule cannot be rehearsed."""
     actions = 2 * setup.pp * setup.chunks * setup.microbatches
@@ -97,7 +97,7 @@ def _costed(
     return schedule, order, pieces, seconds
 
 
-def _built(name: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> tuple[Schedule, Order]:
+def _built(name: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> tuple[Schedule, ActionOrder]:
     schedule = pipeline.build(name, num_ranks, num_microbatches, num_chunks)
     return schedule, order_of(schedule, keep=False)
 

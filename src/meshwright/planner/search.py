@@ -51,7 +51,7 @@ GridSearch = Literal["also", "only", "none"]
 all."""
 
 
-class Option(msgspec.Struct, frozen=True, kw_only=True):
+class SetupOption(msgspec.Struct, frozen=True, kw_only=True):
     """A setup with its estimated time, memory and price."""
 
     setup: Setup
@@ -97,7 +97,7 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
         """Peak memory of a device in bytes."""
         return self.memory.peak_bytes
 
-    def slower_than(self, best: "Option") -> str:
+    def slower_than(self, best: "SetupOption") -> str:
         """Text that says by how much this option is slower than ``best``, and which part of its step takes the most
         extra time."""
         parts = [(getattr(self.estimate, key) - getattr(best.estimate, key), name) for key, name in PARTS.items()]
@@ -139,9 +139,9 @@ class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
     option that needs the least memory."""
 
     considered: int
-    options: tuple[Option, ...]
-    front: tuple[Option, ...]
-    nearest: Option | None = None
+    options: tuple[SetupOption, ...]
+    front: tuple[SetupOption, ...]
+    nearest: SetupOption | None = None
 
     def explain(self) -> str:
         """Text that says why the first option is best. For each of the next five options, it names the part of the step
@@ -202,9 +202,9 @@ def search(
     model = load_model(model, sequence=sequence) if isinstance(model, str) else model
     cluster = load_cluster(cluster, devices) if isinstance(cluster, str) else cluster
     precision = precision_on(cluster.device, precision)
-    best: dict[tuple[int, ...], Option] = {}
-    everything: list[Option] = []
-    nearest: Option | None = None
+    best: dict[tuple[int, ...], SetupOption] = {}
+    everything: list[SetupOption] = []
+    nearest: SetupOption | None = None
     considered, known = 0, KnownCosts(cluster)
     price = cluster.device.usd_per_hour if usd_per_hour is None else usd_per_hour
     whole = codec not in UNNAMED and codec_of(codec).needs_whole_sum
@@ -254,7 +254,7 @@ def search(
 
 def weigh(
     setup: Setup, cluster: Cluster, *, memory_bytes: float | None = None, usd_per_hour: float | None = None
-) -> Option:
+) -> SetupOption:
     """The option of one setup, rehearsed action by action, as a search weighs its best setups. ``usd_per_hour``: the
     price of a device; default: the price in the catalog."""
     price = cluster.device.usd_per_hour if usd_per_hour is None else usd_per_hour
@@ -263,10 +263,10 @@ def weigh(
     return _rehearsed(option, cluster, known)
 
 
-def front(options: Iterable[Option]) -> tuple[Option, ...]:
+def front(options: Iterable[SetupOption]) -> tuple[SetupOption, ...]:
     """The options that no other option beats in time, memory and price together, fastest first. Options may be for
     different devices, batches and clusters. If the price of one of two options is unknown, time and memory decide."""
-    kept: list[Option] = []
+    kept: list[SetupOption] = []
     for option in sorted(
         options, key=lambda candidate: (candidate.sequence_s, candidate.peak_bytes, candidate.sequence_usd or 0.0)
     ):
@@ -275,7 +275,7 @@ def front(options: Iterable[Option]) -> tuple[Option, ...]:
     return tuple(kept)
 
 
-def _beats(faster: Option, other: Option) -> bool:
+def _beats(faster: SetupOption, other: SetupOption) -> bool:
     known, asked = faster.sequence_usd, other.sequence_usd
     as_dear = known is None or asked is None or asked >= known
     return as_dear and other.peak_bytes >= THINNED * faster.peak_bytes
@@ -288,16 +288,16 @@ def preference(chance: float, step_s: float) -> tuple[bool, float, float]:
     return not sure, 0.0 if sure else -chance, step_s
 
 
-def _rank(option: Option) -> tuple[bool, float, float]:
+def _rank(option: SetupOption) -> tuple[bool, float, float]:
     return preference(option.fit_chance, option.step_s)
 
 
 def _option(
     setup: Setup, memory: Memory, cluster: Cluster, memory_bytes: float | None, price: float | None, known: KnownCosts
-) -> Option:
+) -> SetupOption:
     """The option of a setup. ``price``: US dollars per device and hour; None if unknown."""
     estimate, spread = estimate_step(setup, cluster, known), cluster.software.spread
-    return Option(
+    return SetupOption(
         setup=setup,
         estimate=estimate,
         memory=memory,
@@ -308,7 +308,7 @@ def _option(
     )
 
 
-def _rehearsed(option: Option, cluster: Cluster, known: KnownCosts) -> Option:
+def _rehearsed(option: SetupOption, cluster: Cluster, known: KnownCosts) -> SetupOption:
     step_s = rehearse(option.setup, cluster, known)
     if step_s is None:
         return option

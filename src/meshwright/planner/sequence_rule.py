@@ -10,10 +10,10 @@ whole on that axis.
 from meshwright.errors import LayoutError
 from meshwright.ir.graph import Operator
 from meshwright.ir.plan import Strategy
-from meshwright.planner.factors import Factors, repeated_heads
+from meshwright.planner.factors import FactorChoices, repeated_heads
 
 
-def split_experts(factors: Factors, axis: str, *, required: bool) -> None:
+def split_experts(factors: FactorChoices, axis: str, *, required: bool) -> None:
     """Split the experts of mixture-of-experts operators over ``axis``, on which all other operators split the batch."""
     mixtures = [operator for operator in factors.graph.operators if operator.target.startswith("meshwright.experts")]
     for operator in mixtures:
@@ -34,7 +34,7 @@ def split_experts(factors: Factors, axis: str, *, required: bool) -> None:
         raise LayoutError(f"{axis}={factors.sizes[axis]}, and there are no experts", where="layout", remedy="use ep=1")
 
 
-def split_attention(factors: Factors, axis: str, context: str, *, required: bool) -> None:
+def split_attention(factors: FactorChoices, axis: str, context: str, *, required: bool) -> None:
     """Split the queries of attention over ``axis``. ``context`` says how each rank gets all keys and values: by a
     gather (``gather``), or in rounds from rank to rank (``ring``)."""
     sequences = factors.sequences()
@@ -54,7 +54,7 @@ def split_attention(factors: Factors, axis: str, context: str, *, required: bool
             raise _unequal(factors, operator, axis, "use a longer sequence")
 
 
-def split_sequence(factors: Factors, axis: str, context: str, *, required: bool) -> None:
+def split_sequence(factors: FactorChoices, axis: str, context: str, *, required: bool) -> None:
     """Split every operator's sequence over ``axis``; attention as in ``split_attention``."""
     sequences = factors.sequences()
     whole = repeated_heads(factors.graph) if context == "gather" else set()
@@ -66,7 +66,7 @@ def split_sequence(factors: Factors, axis: str, context: str, *, required: bool)
                 factors.strategies[operator.name][axis] = letter
 
 
-def _unequal(factors: Factors, operator: Operator, axis: str, remedy: str) -> LayoutError:
+def _unequal(factors: FactorChoices, operator: Operator, axis: str, remedy: str) -> LayoutError:
     length, parts = factors.graph.tensors[operator.inputs[0]].shape[2], factors.sizes[axis]
     problem = f"is too short for {axis}={parts}" if length < parts else f"does not divide over {axis}={parts}"
     return LayoutError(
@@ -74,7 +74,7 @@ def _unequal(factors: Factors, operator: Operator, axis: str, remedy: str) -> La
     )
 
 
-def sequences_between(factors: Factors, axis: str, *, required: bool) -> dict[str, Strategy]:
+def sequences_between(factors: FactorChoices, axis: str, *, required: bool) -> dict[str, Strategy]:
     """Strategies that split the sequence over ``axis``, for all operators with a batch and a sequence. The planner uses
     these strategies for operators that ``axis`` would otherwise leave whole."""
     sequences = factors.sequences()

@@ -25,8 +25,8 @@ def with_codec(setup: Setup, codec: str, cluster: Cluster, known: KnownCosts | N
     if group.size < 2 or shares_memory(network, group):
         return setup
     num_bytes = max(stage_parameters(setup, stage) for stage in range(setup.pp)) * setup.element_bytes / setup.depth
-    every = [msgspec.structs.replace(setup, codec=text) for text in texts]
-    coded = min(every, key=lambda each: exchange_s(each, network, num_bytes))
+    setups = [msgspec.structs.replace(setup, codec=text) for text in texts]
+    coded = min(setups, key=lambda each: exchange_s(each, network, num_bytes))
     plain_s = estimate_step(setup, cluster, known).step_s
     gains = estimate_step(coded, cluster, known).step_s < (1 - GAIN) * plain_s
     return coded if gains else setup

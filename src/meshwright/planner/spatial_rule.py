@@ -11,7 +11,7 @@ from meshwright.errors import LayoutError
 from meshwright.ir.graph import Operator
 from meshwright.ir.plan import Note, starred
 from meshwright.ir.rule import Rule
-from meshwright.planner.factors import Factors
+from meshwright.planner.factors import FactorChoices
 from meshwright.planner.notes import ModuleNotes
 from meshwright.planner.words import IMAGES, rows_of, space_rank
 
@@ -22,7 +22,7 @@ class SpatialRule:
     """Splits spatial dims over the spatial axes. Notes say which modules are split, and why some operators stay
     whole."""
 
-    def __init__(self, factors: Factors, notes: ModuleNotes) -> None:
+    def __init__(self, factors: FactorChoices, notes: ModuleNotes) -> None:
         self.factors, self.notes = factors, notes
         self.whole: list[Note] = []
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.placement import misfit
-from meshwright.planner.factors import Factors, dividing_heads
+from meshwright.planner.factors import FactorChoices, dividing_heads
 from meshwright.planner.notes import ModuleNotes
 
 MIN_VOCABULARY = 1024
@@ -17,7 +17,7 @@ _CONVOLUTIONS = ("aten.convolution.", "aten.convolution_backward.")
 class TensorRule:
     """Chooses the factors that a tensor-parallel axis splits, and notes each module's choice and its reason."""
 
-    def __init__(self, factors: Factors, notes: ModuleNotes, cluster: Cluster | None) -> None:
+    def __init__(self, factors: FactorChoices, notes: ModuleNotes, cluster: Cluster | None) -> None:
         self.factors, self.notes, self.cluster = factors, notes, cluster
         self.graph, self.sizes, self.strategies = factors.graph, factors.sizes, factors.strategies
 
@@ -87,8 +87,8 @@ class TensorRule:
                 reduced |= inside
             if "softmax" in operator.target:
                 vocabulary.update({operator.classes[letter]: None for letter in operator.rule.decompositions})
-        every = {name for dim in heads for name in dim}
-        hidden = [name for name in produced if name in reduced and name not in every]
+        head_factors = {name for dim in heads for name in dim}
+        hidden = [name for name in produced if name in reduced and name not in head_factors]
         return heads, hidden, [name for name in vocabulary if name in produced]
 
     def _takes(self, name: str, axis: str, chosen: Iterable[str], decompose: bool = False) -> bool:

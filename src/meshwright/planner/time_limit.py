@@ -40,9 +40,9 @@ class TimeLimit:
     ) -> None:
         check_seconds(seconds)
         self.seconds, self.progress, self.stop = seconds, progress, stop
-        self._begun = self._told = time.monotonic()
+        self._begun = self._reported_s = time.monotonic()
         self._deadline = self._begun + (math.inf if seconds is None else seconds)
-        self._best_s, self._best, self._told_best = math.inf, "", False
+        self._best_s, self._best, self._reported_best = math.inf, "", False
 
     @property
     def over(self) -> bool:
@@ -58,12 +58,12 @@ class TimeLimit:
         """Report the current work."""
         what += self._best
         self.progress(what)
-        now, first = time.monotonic(), bool(self._best) and not self._told_best
-        if now > self._told + TOLD_EVERY_S or (first and now > self._begun + FIRST_TOLD_S):
-            self._told, self._told_best = now, bool(self._best)
+        now, first = time.monotonic(), bool(self._best) and not self._reported_best
+        if now > self._reported_s + TOLD_EVERY_S or (first and now > self._begun + FIRST_TOLD_S):
+            self._reported_s, self._reported_best = now, bool(self._best)
             log.info("planning: %s", what)
 
-    def found(self, layout: str, step_s: float, peak_bytes: float) -> None:
+    def note_layout(self, layout: str, step_s: float, peak_bytes: float) -> None:
         """Note a layout that fits, with its estimated seconds of a step and the bytes of the tensors of a rank at its
         peak. The fastest becomes part of all reports."""
         if step_s < self._best_s:

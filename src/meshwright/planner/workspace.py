@@ -18,7 +18,7 @@ from meshwright.errors import LayoutError, Problem, refuse
 from meshwright.planner.integer_program import TIME_LIMIT_S, Rows, minimize
 
 
-class Choice(msgspec.Struct, frozen=True):
+class KernelChoice(msgspec.Struct, frozen=True):
     """A kernel for a number of samples: it takes ``seconds``, and ``workspace_bytes`` while it runs.
 
     Raises:
@@ -43,12 +43,12 @@ class Division(NamedTuple):
     """The pieces in which an operator runs (the largest first), their seconds, and the largest workspace of any
     piece."""
 
-    pieces: tuple[Choice, ...]
+    pieces: tuple[KernelChoice, ...]
     seconds: float
     workspace_bytes: int
 
 
-def divided(choices: Sequence[Choice], samples: int, limit_bytes: int) -> Division:
+def divided(choices: Sequence[KernelChoice], samples: int, limit_bytes: int) -> Division:
     """The fastest division of ``samples`` within the limit. If several are equally fast, one with the least workspace.
     Pieces have the sizes that occur in ``choices``; each may be used several times.
 
@@ -70,7 +70,7 @@ def divided(choices: Sequence[Choice], samples: int, limit_bytes: int) -> Divisi
     return division
 
 
-def pareto(choices: Sequence[Choice], samples: int, limit_bytes: int) -> tuple[Division, ...]:
+def pareto(choices: Sequence[KernelChoice], samples: int, limit_bytes: int) -> tuple[Division, ...]:
     """All divisions within the limit that no other division beats in both seconds and bytes, the fastest first. If
     several divisions have equal seconds and bytes, one is returned.
 
@@ -126,16 +126,16 @@ def share(sets: Mapping[str, Sequence[Division]], total_bytes: int) -> dict[str,
         rows.add([(column, 1.0) for column in taken], -math.inf, len(taken) - 1.0)
 
 
-def _fastest(choices: Iterable[Choice], samples: int, limit_bytes: int) -> Division | None:
+def _fastest(choices: Iterable[KernelChoice], samples: int, limit_bytes: int) -> Division | None:
     """The fastest division within the limit; None if there is none. A division consists of a last piece and the rest.
     So divisions are built by adding a piece to a division of fewer samples."""
-    best: dict[int, Choice] = {}
+    best: dict[int, KernelChoice] = {}
     for choice in choices:
         known = best.get(choice.samples)
         if choice.workspace_bytes <= limit_bytes and (known is None or _cost(choice) < _cost(known)):
             best[choice.samples] = choice
     costs: list[tuple[float, int]] = [(0.0, 0)]
-    last: list[Choice | None] = [None]
+    last: list[KernelChoice | None] = [None]
     for count in range(1, samples + 1):
         cost, piece = (math.inf, 0), None
         for size, choice in best.items():
@@ -147,7 +147,7 @@ def _fastest(choices: Iterable[Choice], samples: int, limit_bytes: int) -> Divis
         last.append(piece)
     if last[samples] is None:
         return None
-    pieces, left = list[Choice](), samples
+    pieces, left = list[KernelChoice](), samples
     while (piece := last[left]) is not None:
         pieces.append(piece)
         left -= piece.samples
@@ -155,11 +155,11 @@ def _fastest(choices: Iterable[Choice], samples: int, limit_bytes: int) -> Divis
     return Division(tuple(pieces), *costs[samples])
 
 
-def _cost(choice: Choice) -> tuple[float, int]:
+def _cost(choice: KernelChoice) -> tuple[float, int]:
     return choice.seconds, choice.workspace_bytes
 
 
-def _problems(choices: Sequence[Choice], samples: int, limit_bytes: int) -> Iterator[Problem]:
+def _problems(choices: Sequence[KernelChoice], samples: int, limit_bytes: int) -> Iterator[Problem]:
     if not choices:
         yield "workspace", "there are no kernels to choose from", "measure at least one"
     if samples < 1:

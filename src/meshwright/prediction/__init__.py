@@ -25,7 +25,7 @@ from meshwright.planner.layerwise import divide_layers
 from meshwright.planner.layout_words import layout_words, predict_command, setup_of, setup_with
 from meshwright.planner.rehearse import rehearsed_trace
 from meshwright.planner.remedy import Change, smallest_change
-from meshwright.planner.search import PARTS, Option, SearchResult, front, weigh
+from meshwright.planner.search import PARTS, SearchResult, SetupOption, front, weigh
 from meshwright.planner.search import search as find_layouts
 from meshwright.planner.size_codecs import with_codec
 from meshwright.planner.trials import Choices, Trials, choose, learning_trials
@@ -47,8 +47,8 @@ __all__ = [
     "Forecast",
     "LearnedCluster",
     "Line",
-    "Option",
     "SearchResult",
+    "SetupOption",
     "Trials",
     "Validation",
     "Worked",

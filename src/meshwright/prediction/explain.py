@@ -10,7 +10,7 @@ from meshwright.cost.setup import Setup
 from meshwright.ir.cluster import Cluster
 from meshwright.planner.layout_words import layout_words
 from meshwright.planner.rehearse import rehearsed_trace
-from meshwright.planner.search import PARTS, Option, SearchResult
+from meshwright.planner.search import PARTS, SearchResult, SetupOption
 from meshwright.report import PageContent, StepShare, SweepPoint, WeighedLayout
 
 MEANINGS = {
@@ -77,7 +77,7 @@ def explain(
     memory_bytes: float | None = None,
     scaling: Sequence[tuple[int, SearchResult]] = (),
     command: str = "",
-    chosen: Option | None = None,
+    chosen: SetupOption | None = None,
 ) -> PageContent | None:
     """The report on a layout of a search on ``cluster``: ``chosen``, or the best. If nothing fits, the best is the
     layout that exceeds the memory the least. None if there is no layout. ``scaling``: the results of searches on other
@@ -117,7 +117,7 @@ def explain(
     )
 
 
-def _sentence(best: Option, limit_bytes: float, result: SearchResult) -> str:
+def _sentence(best: SetupOption, limit_bytes: float, result: SearchResult) -> str:
     peak, limit = best.memory.peak_bytes / 2**30, limit_bytes / 2**30
     held = (
         f"The fullest device holds {peak:.1f} of {limit:.1f} GiB (stage {best.memory.stage}, at {best.memory.moment})."
@@ -128,7 +128,7 @@ def _sentence(best: Option, limit_bytes: float, result: SearchResult) -> str:
     return f"The fastest of {result.considered} layouts: a step takes {best.step_s:.4g} s. {held}"
 
 
-def _compared(best: Option, first: Option | None, limit_bytes: float) -> str:
+def _compared(best: SetupOption, first: SetupOption | None, limit_bytes: float) -> str:
     """The sentence on a layout that was not found as the best one."""
     held = f"The fullest device holds {best.peak_bytes / 2**30:.1f} of {limit_bytes / 2**30:.1f} GiB."
     took = f"A step takes {best.step_s:.4g} s"
@@ -141,7 +141,7 @@ def _compared(best: Option, first: Option | None, limit_bytes: float) -> str:
     return f"{took}: {best.slower_than(first)}, beside the fastest. {held}"
 
 
-def _facts(best: Option, cluster: Cluster) -> tuple[tuple[str, str], ...]:
+def _facts(best: SetupOption, cluster: Cluster) -> tuple[tuple[str, str], ...]:
     setup, device = best.setup, cluster.device
     rate = best.flops_per_s / setup.world_size
     peak = device.peak_flops_per_s.get(setup.dtype) or max(device.peak_flops_per_s.values())
@@ -174,7 +174,7 @@ def _layout(setup: Setup) -> tuple[tuple[str, str, str], ...]:
     return tuple(rows)
 
 
-def weighed_layout(option: Option, best: Option) -> WeighedLayout:
+def weighed_layout(option: SetupOption, best: SetupOption) -> WeighedLayout:
     """An option beside ``best``: its costs, and what speaks for or against it."""
     why = option.slower_than(best) if option.step_s > best.step_s else "as fast"
     less = 1 - option.memory.peak_bytes / best.memory.peak_bytes

@@ -77,9 +77,9 @@ def _log_marks(low: float, high: float) -> list[float]:
     """The values 1, 2, 5 times powers of ten from ``low`` to ``high``; finer ones if there are fewer than three."""
     tenths = tuple(1 + index / 10 for index in range(90))
     powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
-    found: list[float] = []
+    marks: list[float] = []
     for steps in ((1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0), tenths):
-        found = [step * 10.0**power for power in powers for step in steps if low <= step * 10.0**power <= high]
-        if len(found) >= 3:
+        marks = [step * 10.0**power for power in powers for step in steps if low <= step * 10.0**power <= high]
+        if len(marks) >= 3:
             break
-    return found[:: math.ceil(len(found) / 8) or 1]
+    return marks[:: math.ceil(len(marks) / 8) or 1]

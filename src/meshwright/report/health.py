@@ -89,8 +89,8 @@ def read_health(directory: Path, now_s: float | None = None) -> RunHealth:
             remedy="give the directory of a run, as `meshwright train` names it, or HOST:PORT",
         )  # fmt: skip
     rows = list(_rows(directory / "metrics.jsonl"))
-    made = [row for row in rows if "step_s" in row]
-    step_s = statistics.median(float(row["step_s"]) for row in made[-RECENT:]) if made else None
+    steps_made = [row for row in rows if "step_s" in row]
+    step_s = statistics.median(float(row["step_s"]) for row in steps_made[-RECENT:]) if steps_made else None
     ranks = [rank for number, folder in enumerate(folders) for rank in _ranks(folder, number, now_s)]
     step = max((int(row["step"]) for row in rows), default=0)
     steps, (where, alive) = _steps(directory / "run.toml"), _process(directory, ranks)
@@ -99,8 +99,8 @@ def read_health(directory: Path, now_s: float | None = None) -> RunHealth:
     evaluated = [row["held_out"] for row in rows if isinstance(row.get("held_out"), dict)]
     return RunHealth(
         name=directory.resolve().name, state=state, step=step, steps=steps, step_s=step_s, left_s=left_s,
-        metrics=_numbers(made[-1]) if made else {}, held_out=_numbers(evaluated[-1]) if evaluated else {},
-        losses=tuple(float(row["loss"]) for row in made[-RECENT:] if _is_number(row.get("loss"))), where=where,
+        metrics=_numbers(steps_made[-1]) if steps_made else {}, held_out=_numbers(evaluated[-1]) if evaluated else {},
+        losses=tuple(float(row["loss"]) for row in steps_made[-RECENT:] if _is_number(row.get("loss"))), where=where,
         ranks=tuple(_judged(rank, ranks, step_s, state) for rank in ranks),
     )  # fmt: skip
 
@@ -142,14 +142,14 @@ def _steps(path: Path) -> int | None:
 
 def _ranks(folder: Path, replica: int, now_s: float) -> Iterator[RankHealth]:
     """The ranks that have written into a folder, with the state ``ok`` or ``failed``."""
-    found = folder / "ranks"
-    entries = [(match, path) for path in found.glob("*.status") if (match := _RANK_FILE.fullmatch(path.name))]
+    files = folder / "ranks"
+    entries = [(match, path) for path in files.glob("*.status") if (match := _RANK_FILE.fullmatch(path.name))]
     for match, path in sorted(entries, key=lambda entry: int(entry[0][1])):
         try:
             doing, quiet_s = _plain(path.read_text(errors="replace")), max(0.0, now_s - path.stat().st_mtime)
         except OSError:
             continue  # removed by a new attempt
-        problem, at = _problem(found / f"{match[1]}.failure"), _AT_STEP.search(doing)
+        problem, at = _problem(files / f"{match[1]}.failure"), _AT_STEP.search(doing)
         yield RankHealth(
             rank=int(match[1]), replica=replica, doing=doing, step=int(at[1]) if at else -1, quiet_s=quiet_s,
             state="failed" if problem else "ok", problem=problem,

@@ -64,22 +64,22 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer a request."""
-        given = self.headers.get("Authorization", "").encode(errors="replace")
-        if not hmac.compare_digest(given, self.expected):
+        authorization = self.headers.get("Authorization", "").encode(errors="replace")
+        if not hmac.compare_digest(authorization, self.expected):
             self._answer(401, "text/plain", b"the token is missing or wrong\n")
             return
         if self.path not in ("/health", "/metrics"):
             self._answer(404, "text/plain", b"there are /health and /metrics\n")
             return
         try:
-            found = type(self).health()
+            health = type(self).health()
         except MeshwrightError as error:
             self._answer(503, "text/plain", f"{error}\n".encode())
             return
         if self.path == "/health":
-            self._answer(200, "application/json", msgspec.json.encode(found))
+            self._answer(200, "application/json", msgspec.json.encode(health))
         else:
-            self._answer(200, prometheus.CONTENT_TYPE, found.prometheus().encode())
+            self._answer(200, prometheus.CONTENT_TYPE, health.prometheus().encode())
 
     def _answer(self, code: int, kind: str, content: bytes) -> None:
         self.send_response(code)
@@ -116,8 +116,8 @@ def ask_health(address: str, token: str) -> RunHealth:
     if answer.status == 401:
         raise LaunchError("the token is missing or wrong", where=address, remedy=REMEDY)
     if answer.status != 200:
-        said = content.decode(errors="replace").strip()
-        raise LaunchError(f"answers {answer.status}: {said[:500]}", where=address, remedy="look at that run")
+        text = content.decode(errors="replace").strip()
+        raise LaunchError(f"answers {answer.status}: {text[:500]}", where=address, remedy="look at that run")
     try:
         return msgspec.json.decode(content, type=RunHealth)
     except msgspec.MsgspecError as error:

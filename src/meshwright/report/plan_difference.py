@@ -30,12 +30,12 @@ def difference(old: Plan, new: Plan) -> PlanDifference:
     return PlanDifference(tuple(_differences(old, new)))
 
 
-def difference_text(found: PlanDifference) -> str:
+def difference_text(difference: PlanDifference) -> str:
     """Lines for the terminal, one for each decision."""
-    if not found.differences:
+    if not difference.differences:
         return "the plans are the same"
-    width = max(len(each.what) for each in found.differences)
-    return "\n".join(f"  {each.what:<{width}}  {each.old} -> {each.new}" for each in found.differences)
+    width = max(len(each.what) for each in difference.differences)
+    return "\n".join(f"  {each.what:<{width}}  {each.old} -> {each.new}" for each in difference.differences)
 
 
 def _differences(old: Plan, new: Plan) -> Iterator[Difference]:

@@ -64,10 +64,10 @@ class ServePage(msgspec.Struct, frozen=True, kw_only=True):
 
 def render_serve(page: ServePage) -> str:
     """The page as HTML with styles and pictures inside; light or dark, like the reader's system."""
-    total = sum(one.workers_usd + one.links_usd for one in page.operators) or 1.0
+    total = sum(operator.workers_usd + operator.links_usd for operator in page.operators) or 1.0
     return rendered(
         "serve.html.j2", {"latencies": _latencies(page.latencies_s)}, page=page,
-        shares=[100 * (one.workers_usd + one.links_usd) / total for one in page.operators],
+        shares=[100 * (operator.workers_usd + operator.links_usd) / total for operator in page.operators],
         measured=any(figure.measured for figure in page.figures),
     )  # fmt: skip
 

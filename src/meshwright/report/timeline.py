@@ -14,7 +14,7 @@ KINDS = ("f", "b", "i", "w", "rest", "wait", "comm")
 """CSS classes of spans; a span has the index of its class."""
 
 
-class Lane(msgspec.Struct, frozen=True):
+class TimelineLane(msgspec.Struct, frozen=True):
     """The spans of one stream, by start. Lists of equal length: starts and lengths in ticks, indices into ``names`` and
     ``KINDS``, and bytes moved (empty if no span moves any)."""
 
@@ -27,7 +27,7 @@ class Lane(msgspec.Struct, frozen=True):
     bytes: list[int]
 
 
-class Row(msgspec.Struct, frozen=True):
+class TimelineRow(msgspec.Struct, frozen=True):
     """A row of the picture: its label, its rank, and the indices of its lanes, from top to bottom."""
 
     label: str
@@ -35,11 +35,11 @@ class Row(msgspec.Struct, frozen=True):
     lanes: list[int]
 
 
-class View(msgspec.Struct, frozen=True):
+class TimelineView(msgspec.Struct, frozen=True):
     """A choice of rows, with a name."""
 
     name: str
-    rows: list[Row]
+    rows: list[TimelineRow]
 
 
 class Timeline(msgspec.Struct, frozen=True):
@@ -48,8 +48,8 @@ class Timeline(msgspec.Struct, frozen=True):
     label: str
     duration_s: float
     names: list[str]
-    lanes: list[Lane]
-    views: list[View]
+    lanes: list[TimelineLane]
+    views: list[TimelineView]
     kinds: tuple[str, ...] = KINDS
     ticks: int = TICKS
 
@@ -58,36 +58,41 @@ def stages_timeline(trace: Trace, ranks: Sequence[int] = ()) -> Timeline:
     """The timeline of a trace with one rank for each pipeline stage. ``ranks`` has the stage of every rank of the
     layout; if it is given, a second view shows all ranks, which do what their stage does."""
     shifted = begun_at_zero(trace)
-    found = _Lanes(shifted.duration_s)
-    of_stage = {stage: found.add(shifted, stage) for stage in shifted.ranks}
-    rows = [Row(f"stage {stage}", ranks.index(stage) if ranks else stage, of_stage[stage]) for stage in shifted.ranks]
-    views = [View("one rank of each stage", rows)]
+    drawing = _Lanes(shifted.duration_s)
+    of_stage = {stage: drawing.add(shifted, stage) for stage in shifted.ranks}
+    rows = [
+        TimelineRow(f"stage {stage}", ranks.index(stage) if ranks else stage, of_stage[stage])
+        for stage in shifted.ranks
+    ]
+    views = [TimelineView("one rank of each stage", rows)]
     if len(ranks) > len(rows):
-        each = [Row(f"rank {rank}", rank, of_stage[stage]) for rank, stage in enumerate(ranks)]
-        views.append(View(f"all {len(ranks):,} ranks", each))
+        each = [TimelineRow(f"rank {rank}", rank, of_stage[stage]) for rank, stage in enumerate(ranks)]
+        views.append(TimelineView(f"all {len(ranks):,} ranks", each))
     label = f"timeline of {len(rows)} stage{'s' * (len(rows) > 1)}"
-    return Timeline(label, shifted.duration_s, found.names, found.lanes, views)
+    return Timeline(label, shifted.duration_s, drawing.names, drawing.lanes, views)
 
 
 def ranks_timeline(traces: Mapping[str, Trace]) -> Timeline:
     """The timeline of every rank of traces by name, such as predicted and measured. The traces of a rank stand one
     below the other, each from its own time 0."""
     drawn = {name: begun_at_zero(trace) for name, trace in traces.items()}
-    found = _Lanes(max((trace.duration_s for trace in drawn.values()), default=0.0))
-    of_rank: dict[int, list[Row]] = {}
+    drawing = _Lanes(max((trace.duration_s for trace in drawn.values()), default=0.0))
+    of_rank: dict[int, list[TimelineRow]] = {}
     for name, trace in drawn.items():
         spans: dict[int, list[Span]] = {}
         for span in trace.spans:
             spans.setdefault(span.rank, []).append(span)
         for rank, own in spans.items():
-            lanes = found.add(msgspec.structs.replace(trace, spans=tuple(own), memory=()), rank)
-            of_rank.setdefault(rank, []).append(Row(f"rank {rank} {name}", rank, lanes))
+            lanes = drawing.add(msgspec.structs.replace(trace, spans=tuple(own), memory=()), rank)
+            of_rank.setdefault(rank, []).append(TimelineRow(f"rank {rank} {name}", rank, lanes))
     rows = [row for rank in sorted(of_rank) for row in of_rank[rank]]
-    views = [View(f"all {len(of_rank):,} ranks", rows)]
+    views = [TimelineView(f"all {len(of_rank):,} ranks", rows)]
     if len(drawn) > 1:
-        views += [View(f"only {name}", [row for row in rows if row.label.endswith(f" {name}")]) for name in drawn]
+        views += [
+            TimelineView(f"only {name}", [row for row in rows if row.label.endswith(f" {name}")]) for name in drawn
+        ]
     label = f"timeline of {len(of_rank)} rank{'s' * (len(of_rank) != 1)}, {' over '.join(drawn)}"
-    return Timeline(label, found.duration_s, found.names, found.lanes, views)
+    return Timeline(label, drawing.duration_s, drawing.names, drawing.lanes, views)
 
 
 class _Lanes:
@@ -95,7 +100,7 @@ class _Lanes:
 
     def __init__(self, duration_s: float) -> None:
         self.duration_s = duration_s
-        self.lanes: list[Lane] = []
+        self.lanes: list[TimelineLane] = []
         self._numbers: dict[str, int] = {}
         self._scale = TICKS / duration_s if duration_s else 0.0
 
@@ -117,10 +122,10 @@ class _Lanes:
                 self.lanes.append(self._lane(spans, stream, height, style))
         return indices
 
-    def _lane(self, spans: Sequence[Span], stream: str, height: int, style: str) -> Lane:
+    def _lane(self, spans: Sequence[Span], stream: str, height: int, style: str) -> TimelineLane:
         numbers, scale = self._numbers, self._scale
         kinds = [KINDS.index(svg.kind(span.what) if stream == "compute" else style) for span in spans]
-        return Lane(
+        return TimelineLane(
             stream=stream,
             height=height,
             starts=[round(span.start_s * scale) for span in spans],

@@ -20,12 +20,12 @@ def same_path(path: str | os.PathLike[str]) -> tuple[AnyPath, str]:
     return place_of(path), where
 
 
-def differing(what: str, every: list[str], where: str) -> CheckpointError | None:
+def differing(what: str, by_rank: list[str], where: str) -> CheckpointError | None:
     """The error to raise if the values of ranks differ; None if they are equal."""
-    for rank, other in enumerate(every):
-        if other != every[0]:
+    for rank, other in enumerate(by_rank):
+        if other != by_rank[0]:
             return CheckpointError(
-                f"{what} is {other} on rank {rank}, {every[0]} on rank 0",
+                f"{what} is {other} on rank {rank}, {by_rank[0]} on rank 0",
                 where=where,
                 remedy="call save and load with the same on every rank",
             )
@@ -37,7 +37,7 @@ def everywhere(where: str, action: Callable[[], T]) -> T:
     failed rank."""
     result, failure = None, None
     try:
-        result = told(where, action)
+        result = convert_errors(where, action)
     except MeshwrightError as error:
         failure = error
     for first in from_every_rank(failure):
@@ -46,7 +46,7 @@ def everywhere(where: str, action: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-def told(where: str, action: Callable[[], T]) -> T:
+def convert_errors(where: str, action: Callable[[], T]) -> T:
     """Run ``action``, and convert its errors to errors that can be sent to other ranks. An OSError becomes a DiskError,
     even if another error wraps it. Any other error that is not a MeshwrightError becomes a CheckpointError."""
     try:

@@ -42,13 +42,13 @@ class _Timed(NamedTuple):
 
 
 def measure(
-    every: Iterable[ConvolutionSizes], advance: Callable[[str], None] = lambda what: None, laps: int = LAPS
+    calls: Iterable[ConvolutionSizes], advance: Callable[[str], None] = lambda what: None, laps: int = LAPS
 ) -> AlgorithmTimes:
     """The times of all algorithms that support the convolutions, with the present number of PyTorch's threads. Every
     call is timed ``laps`` times. ``advance`` is called with a text before each convolution. Convolutions that only
     PyTorch's own algorithm supports are left out."""
     timings: list[AlgorithmTiming] = []
-    for sizes in every:
+    for sizes in calls:
         if len(algorithms_of(sizes)) > 1 and sizes.samples:
             advance(text_of_sizes(sizes))
             timings += _measured(sizes, laps)

@@ -50,7 +50,7 @@ Call = Callable[[], object]
 _Pair = tuple[str, Channel | None, bool]
 
 
-class Sizes(msgspec.Struct, frozen=True):
+class MeasuredSizes(msgspec.Struct, frozen=True):
     """The messages and the collective ``operations`` to measure, at each of the sizes ``bytes``. All sizes are measured
     in each of ``sweeps`` passes. In a pass, a size is timed in at most ``repeats`` blocks of calls, for about
     ``most_s`` seconds. The result is the median over the passes. Passes are separated in time, because the load of
@@ -97,14 +97,16 @@ def boxes_of_world() -> Places:
     return Places(len(boxes), each)
 
 
-def between(sizes: Sizes, places: Places, advance: Advance, device: torch.device = CPU) -> list[CollectiveTiming]:
+def between(
+    sizes: MeasuredSizes, places: Places, advance: Advance, device: torch.device = CPU
+) -> list[CollectiveTiming]:
     """Measure messages and collectives of tensors on ``device`` at every level. Every rank must call it."""
     *_, rows = sweeps(sizes, places, advance, device)
     return rows
 
 
 def sweeps(
-    sizes: Sizes, places: Places, advance: Advance, device: torch.device = CPU
+    sizes: MeasuredSizes, places: Places, advance: Advance, device: torch.device = CPU
 ) -> Iterator[list[CollectiveTiming]]:
     """After each sweep, yield all rows, each with the median of its times so far. Every rank must call it."""
     seconds: dict[CollectiveTiming, list[float]] = {}
@@ -118,7 +120,7 @@ def sweeps(
 
 
 def _sweep(
-    sizes: Sizes, memory: Tensor, pairs: Sequence[_Pair], groups: Sequence[_Group], advance: Advance,
+    sizes: MeasuredSizes, memory: Tensor, pairs: Sequence[_Pair], groups: Sequence[_Group], advance: Advance,
     settle: Call,
 ) -> Iterator[CollectiveTiming]:  # fmt: skip
     for level, channel, first in pairs:
@@ -152,24 +154,24 @@ def _groups(places: Places, rank: int, device: torch.device) -> Iterator[_Group]
     text = OURS if not mpi.is_there() else f"all_reduce {OURS}, 1 {MPI}"
     text = text if device.type == "cpu" else NATIVE
 
-    def made(mesh: Mesh) -> AxisGroup:
-        made = axis_groups(mesh, rank, {"all": text})["all"]
-        connect([made], device)
-        return made
+    def connected(mesh: Mesh) -> AxisGroup:
+        group = axis_groups(mesh, rank, {"all": text})["all"]
+        connect([group], device)
+        return group
 
     if each > 1:
-        yield _Group(made(Mesh.of(boxes=count, all=each)), BOX)
+        yield _Group(connected(Mesh.of(boxes=count, all=each)), BOX)
     if each > 2 and each % 2 == 0:
-        yield _Group(made(Mesh.of(rest=count * each // 2, all=2)), BOX)
+        yield _Group(connected(Mesh.of(rest=count * each // 2, all=2)), BOX)
     if count > 1:
-        yield _Group(made(Mesh.of(all=count, each=each)), NETWORK)
+        yield _Group(connected(Mesh.of(all=count, each=each)), NETWORK)
     if count > 1 and each > 1:
-        yield _Group(made(Mesh.of(all=count * each)), NETWORK, (each, count))
+        yield _Group(connected(Mesh.of(all=count * each)), NETWORK, (each, count))
 
 
 def _by_size(
-    level_group: _Group, operation: Operation, names: tuple[str, ...], sizes: Sizes, memory: Tensor, advance: Advance,
-    settle: Call,
+    level_group: _Group, operation: Operation, names: tuple[str, ...], sizes: MeasuredSizes, memory: Tensor,
+    advance: Advance, settle: Call,
 ) -> Iterator[CollectiveTiming]:  # fmt: skip
     """Yield a row for every algorithm and size. Algorithms that cut vectors into pieces are measured only with long
     vectors. Algorithms that were far slower than the fastest (``HOPELESS``) are not measured with longer vectors."""
@@ -221,7 +223,7 @@ def _collective(operation: Operation, group: AxisGroup, value: Tensor) -> Call:
     return calls[operation]
 
 
-def _in_step(call: Call, sizes: Sizes, settle: Call) -> float:
+def _in_step(call: Call, sizes: MeasuredSizes, settle: Call) -> float:
     """Time a call that all ranks repeat together, and return its seconds. The call itself must wait for the other
     ranks. ``settle`` waits for the device. The result is the median over blocks of calls, on the slowest rank."""
     call()
@@ -231,8 +233,8 @@ def _in_step(call: Call, sizes: Sizes, settle: Call) -> float:
     call()
     settle()
     once_s = max(from_every_rank(time.perf_counter() - start))
-    several = min(MOST_CALLS, max(1, int(BLOCK_S / once_s)))
-    blocks = min(sizes.repeats, max(LEAST_BLOCKS, int(sizes.most_s / once_s / several)))
+    calls = min(MOST_CALLS, max(1, int(BLOCK_S / once_s)))
+    blocks = min(sizes.repeats, max(LEAST_BLOCKS, int(sizes.most_s / once_s / calls)))
     meet()
     for _ in range(int(WARM_S / once_s)):
         call()
@@ -240,9 +242,9 @@ def _in_step(call: Call, sizes: Sizes, settle: Call) -> float:
     seconds = []
     for _ in range(blocks):
         start = time.perf_counter()
-        for _ in range(several):
+        for _ in range(calls):
             call()
         settle()
-        seconds.append((time.perf_counter() - start) / several)
+        seconds.append((time.perf_counter() - start) / calls)
     slowest: float = max(from_every_rank(statistics.median(seconds)))
     return slowest

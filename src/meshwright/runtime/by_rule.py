@@ -7,7 +7,7 @@ from meshwright.comm.record import WAIT, current
 from meshwright.comm.transport.arrival import wait_for_any
 from meshwright.comm.transport.base import Arrival
 from meshwright.ir.schedule import Action, ActionKind, Schedule
-from meshwright.schedules.message_driven import Progress, next_action
+from meshwright.schedules.message_driven import RankProgress, next_action
 
 F, B = ActionKind.F, ActionKind.B
 _RECEIVES, _SENDS = {F: ActionKind.RECV_F, B: ActionKind.RECV_B}, {F: ActionKind.SEND_F, B: ActionKind.SEND_B}
@@ -21,7 +21,7 @@ def by_rule(schedule: Schedule, stage: int, arrivals: Callable[[Action], Sequenc
     messages can lead to an action, that action is next, and the rank waits for the message as under a static schedule.
     Otherwise the rank waits for the message that arrives first.
     """
-    progress = Progress(stage, schedule.num_stages, schedule.num_microbatches, schedule.in_flight)
+    progress = RankProgress(stage, schedule.num_stages, schedule.num_microbatches, schedule.in_flight)
     here = {F: stage > 0, B: stage < schedule.num_stages - 1}
     for kind in (F, B):
         if here[kind]:

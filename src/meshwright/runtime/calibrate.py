@@ -34,7 +34,7 @@ from meshwright.ir.cluster import Cluster, CodecTiming
 from meshwright.ir.codec import CANDIDATES, LOSSLESS, Codec, codec_of
 from meshwright.ir.kind import COMPUTE
 from meshwright.runtime import launch
-from meshwright.runtime.between import Sizes, between, boxes_of_world
+from meshwright.runtime.between import MeasuredSizes, between, boxes_of_world
 from meshwright.runtime.measured import Measured, made_cluster
 from meshwright.runtime.probes import (
     DTYPES,
@@ -71,7 +71,7 @@ class Effort(msgspec.Struct, frozen=True):
     flat_sides: tuple[int, ...] = (128, 512, 1536)
     elements: tuple[int, ...] = (2**14, 2**18, 2**21)
     scale: float = 1.0
-    between: Sizes = Sizes()
+    between: MeasuredSizes = MeasuredSizes()
 
 
 CODEC_ELEMENTS = 2**20

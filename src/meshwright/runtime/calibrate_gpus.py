@@ -21,7 +21,7 @@ from meshwright.ir.cluster import CollectiveTiming
 from meshwright.ir.kernel import Product
 from meshwright.runtime import device as devices
 from meshwright.runtime import launch
-from meshwright.runtime.between import Places, Sizes, between, boxes_of_world
+from meshwright.runtime.between import MeasuredSizes, Places, between, boxes_of_world
 from meshwright.runtime.measured import Measured
 from meshwright.runtime.probes import attention_probes, memory_probes
 from meshwright.runtime.stopwatch import Stopwatch
@@ -33,7 +33,7 @@ TINY_CALLS = 400
 COPIED_BYTES = 2**28
 
 
-class Effort(msgspec.Struct, frozen=True):
+class GpuEffort(msgspec.Struct, frozen=True):
     """The sizes to measure. ``products`` are measured in each of ``dtypes``, the largest first; ``elements`` of kernels
     bound by memory; ``lengths`` of sequences of attention, which has ``heads`` heads of ``width`` features."""
 
@@ -49,7 +49,7 @@ class Effort(msgspec.Struct, frozen=True):
     heads: int = 16
     width: int = 128
     copied_bytes: int = COPIED_BYTES
-    between: Sizes = Sizes(bytes=(64, *(2**power for power in range(12, 29, 2))), sweeps=2)
+    between: MeasuredSizes = MeasuredSizes(bytes=(64, *(2**power for power in range(12, 29, 2))), sweeps=2)
 
 
 class ProductTime(msgspec.Struct, frozen=True):
@@ -79,23 +79,23 @@ class MeasuredGpu(msgspec.Struct, kw_only=True):
     places: Places = Places(1, 1)
 
 
-def measure(effort: Effort, advance: Advance, device: torch.device | str | None = None) -> MeasuredGpu | None:
+def measure(effort: GpuEffort, advance: Advance, device: torch.device | str | None = None) -> MeasuredGpu | None:
     """Measure; return the measurements on rank 0, and None on other ranks. Every rank must call this."""
     own = launch.start(device)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    found = None
+    measured = None
     with torch.inference_mode():
         if rank == 0:
-            found = _own(effort, advance, own)
+            measured = _own(effort, advance, own)
         meet()
         places = boxes_of_world()
         timings = between(effort.between, places, advance, own) if dist.is_initialized() else []
-    if found is not None:
-        found.timings, found.places = tuple(timings), places
-    return found
+    if measured is not None:
+        measured.timings, measured.places = tuple(timings), places
+    return measured
 
 
-def _own(effort: Effort, advance: Advance, device: torch.device) -> MeasuredGpu:
+def _own(effort: GpuEffort, advance: Advance, device: torch.device) -> MeasuredGpu:
     clock = Stopwatch(device)
     with device:
         probes = [*attention_probes(effort.lengths, effort.heads, effort.width), *memory_probes(effort.elements)]
@@ -115,8 +115,8 @@ def _own(effort: Effort, advance: Advance, device: torch.device) -> MeasuredGpu:
     measured = Measured(kernel_s=kernel_s)
     for (kind, size), each in seconds.items():
         measured.seconds.setdefault(kind, []).append((size, statistics.fmean(each)))
-    every = [*seconds.values(), *products.values()]
-    measured.drift = statistics.median(statistics.stdev(each) / statistics.fmean(each) for each in every)
+    samples = [*seconds.values(), *products.values()]
+    measured.drift = statistics.median(statistics.stdev(each) / statistics.fmean(each) for each in samples)
     rows = tuple(ProductTime(dtype, product, statistics.fmean(each)) for (dtype, product), each in products.items())
     return MeasuredGpu(
         properties=devices.properties(device), measured=measured, products=rows, launch_s=launch_s,
@@ -152,7 +152,7 @@ def _launches(clock: Stopwatch) -> tuple[float, float]:
     return statistics.median(device), statistics.median(host)
 
 
-def _copies(effort: Effort, clock: Stopwatch, device: torch.device) -> tuple[float, tuple[float, float], float]:
+def _copies(effort: GpuEffort, clock: Stopwatch, device: torch.device) -> tuple[float, tuple[float, float], float]:
     """The bytes per second of a copy on the device (read and written), those from and to the host, and the factor by
     which a product takes longer beside such a copy."""
     kind = devices.device_kind(device)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from meshwright.consistency.packing import from_bytes, to_bytes
 from meshwright.errors import CheckpointError
 from meshwright.runtime import manifest, optimizer_state
-from meshwright.runtime.agree import told
+from meshwright.runtime.agree import convert_errors
 from meshwright.runtime.manifest import Manifest, SavedTensor
 from meshwright.runtime.object_path import AnyPath
 from meshwright.runtime.shards import StoredPart, part_of
@@ -140,4 +140,4 @@ def check_state(
 def give_back(extra: Extra, states: dict[str, Any]) -> None:
     """Restore the state of every object in ``extra``."""
     for name, stateful in extra.items():
-        told(f"extra {name!r}", partial(stateful.load_state_dict, states[name]))
+        convert_errors(f"extra {name!r}", partial(stateful.load_state_dict, states[name]))

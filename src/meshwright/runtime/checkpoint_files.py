@@ -12,7 +12,7 @@ import torch
 
 from meshwright.errors import CheckpointError
 from meshwright.runtime import manifest
-from meshwright.runtime.agree import told
+from meshwright.runtime.agree import convert_errors
 from meshwright.runtime.chunk_files import ChunkReader, verify_chunks
 from meshwright.runtime.chunk_index import Index, IndexedTensor, joined, read_index, small_files
 from meshwright.runtime.chunk_writer import ChunkFile
@@ -76,8 +76,8 @@ def chosen(path: str) -> AnyPath:
     Raises:
         CheckpointError: there is none.
     """
-    every = summaries(path)
-    latest = next((summary for summary in every if not summary.problem), every[0])
+    checkpoints = summaries(path)
+    latest = next((summary for summary in checkpoints if not summary.problem), checkpoints[0])
     return place_of(latest.path)
 
 
@@ -87,7 +87,7 @@ def verify_files(path: AnyPath) -> int:
     Raises:
         DamagedCheckpointError: a file is not what was written.
     """
-    saved = told(f"{path}", lambda: manifest.read(path))
+    saved = convert_errors(f"{path}", lambda: manifest.read(path))
     directory = path / saved.data
 
     def verify() -> None:
@@ -97,7 +97,7 @@ def verify_files(path: AnyPath) -> int:
         if saved.tensors.keys() - {name.removeprefix(MODEL) for name in index.tensors}:
             raise DamagedCheckpointError("damaged: the index lacks tensors of the manifest", where=f"{directory}")
 
-    told(f"{directory}", verify)
+    convert_errors(f"{directory}", verify)
     return sum(file.num_bytes for file in saved.files.values())
 
 
@@ -108,7 +108,7 @@ def reshard(path: AnyPath, target: AnyPath, num_ranks: int) -> Manifest:
     Raises:
         CheckpointError: ``target`` holds other files, the checkpoint is damaged, or there is no room.
     """
-    saved = told(f"{path}", lambda: manifest.read(path))
+    saved = convert_errors(f"{path}", lambda: manifest.read(path))
     source = path / saved.data
     manifest.verify(source, {name: file for name, file in saved.files.items() if not name.endswith(".distcp")})
     index = read_index(source, saved)
@@ -127,7 +127,7 @@ def reshard(path: AnyPath, target: AnyPath, num_ranks: int) -> Manifest:
         return manifest.complete(target, saved, data, sizes, small)
 
     try:
-        return told(f"{target}", write)
+        return convert_errors(f"{target}", write)
     except BaseException:
         manifest.abandon(target, data)
         raise
@@ -183,7 +183,7 @@ def export(
     Raises:
         CheckpointError: the folder holds weights already, or the checkpoint is damaged.
     """
-    saved = told(f"{path}", lambda: manifest.read(path))
+    saved = convert_errors(f"{path}", lambda: manifest.read(path))
     directory = path / saved.data
     index = read_index(directory, saved)
     with ChunkReader(directory, index) as reader:
@@ -197,5 +197,5 @@ def export(
             return Weight(name.removeprefix(MODEL), tensor.shape, kind, lambda: _read(reader, name, whole))
 
         weights = [weight(name) for name in index.tensors if name.startswith(MODEL)]
-        told(f"{folder}", lambda: write_folder(folder, weights, config, max_file_bytes))
+        convert_errors(f"{folder}", lambda: write_folder(folder, weights, config, max_file_bytes))
     return len(weights)

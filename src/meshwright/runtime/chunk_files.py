@@ -64,13 +64,13 @@ def frame_of(dtype: torch.dtype, sizes: tuple[int, ...]) -> Frame:
     with _hollow_file() as saved:
         with torch.serialization.skip_data():
             torch.save(torch.empty(sizes, dtype=dtype), saved)
-        with zipfile.ZipFile(saved) as given, zipfile.ZipFile(stream, "w") as made:
-            numbers = next(info.filename for info in given.infolist() if info.filename.endswith("/data/0"))
-            for name in given.namelist():
+        with zipfile.ZipFile(saved) as archive_in, zipfile.ZipFile(stream, "w") as frame:
+            numbers = next(info.filename for info in archive_in.infolist() if info.filename.endswith("/data/0"))
+            for name in archive_in.namelist():
                 if name != numbers and "/." not in name:
-                    made.writestr(zipfile.ZipInfo(name), given.read(name))
-            size, zeros = given.getinfo(numbers).file_size, memoryview(bytes(ZEROS))
-            with made.open(zipfile.ZipInfo(numbers), "w") as entry:
+                    frame.writestr(zipfile.ZipInfo(name), archive_in.read(name))
+            size, zeros = archive_in.getinfo(numbers).file_size, memoryview(bytes(ZEROS))
+            with frame.open(zipfile.ZipInfo(numbers), "w") as entry:
                 begin = archive.tell()
                 stream.write = len
                 for start in range(0, size, ZEROS):
@@ -213,10 +213,10 @@ class ChunkReader:
             file.seek(chunk.at)
             data = file.read(chunk.num_bytes)
             self.num_bytes += len(data)
-            found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-            if not isinstance(found, Tensor) or tuple(found.shape) != chunk.sizes:
+            tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            if not isinstance(tensor, Tensor) or tuple(tensor.shape) != chunk.sizes:
                 raise CheckpointError(f"it holds no tensor of shape {list(chunk.sizes)}", where=f"{path}")
-            return found
+            return tensor
         if not count:
             return torch.empty(chunk.sizes, dtype=dtype)
         size = count * dtype.itemsize

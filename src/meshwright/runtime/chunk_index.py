@@ -57,10 +57,10 @@ class IndexedTensor(msgspec.Struct, frozen=True):
     @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype of the saved numbers."""
-        found: Any = getattr(torch, self.dtype, None)
-        if not isinstance(found, torch.dtype):
+        dtype: Any = getattr(torch, self.dtype, None)
+        if not isinstance(dtype, torch.dtype):
             raise CheckpointError(f"{self.dtype!r} is no dtype", where=INDEX, remedy="restore the checkpoint")
-        return found
+        return dtype
 
     @property
     def num_bytes(self) -> int:
@@ -84,15 +84,15 @@ def joined(written: Iterable[dict[str, IndexedTensor]]) -> Index:
     Raises:
         CheckpointError: the chunks of a tensor do not cover it exactly once. Ranks disagree about the layout then.
     """
-    found: dict[str, IndexedTensor] = {}
+    indexed: dict[str, IndexedTensor] = {}
     chunks: dict[str, dict[tuple[int, ...], SavedChunk]] = {}
     for tensors in written:
         for name, tensor in tensors.items():
-            found.setdefault(name, tensor)
+            indexed.setdefault(name, tensor)
             known = chunks.setdefault(name, {})
             for chunk in tensor.chunks:
                 known.setdefault(chunk.offsets, chunk)
-    for name, tensor in found.items():
+    for name, tensor in indexed.items():
         covered = sum(math.prod(chunk.sizes) for chunk in chunks[name].values())
         if covered != math.prod(tensor.shape):
             raise CheckpointError(
@@ -101,7 +101,7 @@ def joined(written: Iterable[dict[str, IndexedTensor]]) -> Index:
                 remedy="this is a defect of Meshwright: report it with the plan",
             )
     return Index({
-        name: msgspec.structs.replace(tensor, chunks=tuple(chunks[name].values())) for name, tensor in found.items()
+        name: msgspec.structs.replace(tensor, chunks=tuple(chunks[name].values())) for name, tensor in indexed.items()
     })  # fmt: skip
 
 
@@ -175,7 +175,7 @@ def _of_torch(metadata: Any, where: str) -> Index:
 
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise CheckpointError("is no index of tensors", where=where, remedy="check the path")
-    found: dict[str, IndexedTensor] = {}
+    indexed: dict[str, IndexedTensor] = {}
     for name, saved in metadata.state_dict_metadata.items():
         if not isinstance(saved, TensorStorageMetadata):  # any other object, pickled: Meshwright reads tensors only
             continue
@@ -188,8 +188,8 @@ def _of_torch(metadata: Any, where: str) -> Index:
             offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
             chunks.append(SavedChunk(offsets, sizes, place.relative_path, place.offset, place.length))
         dtype = str(saved.properties.dtype).removeprefix("torch.")
-        found[name] = IndexedTensor(tuple(saved.size), dtype, tuple(chunks))
-    return Index(found)
+        indexed[name] = IndexedTensor(tuple(saved.size), dtype, tuple(chunks))
+    return Index(indexed)
 
 
 def _checked(index: Index, where: str) -> Index:

@@ -117,10 +117,10 @@ class ChunkFile:
                 os.fdatasync(self._number)
         finally:
             self._close()
-        found: dict[str, tuple[SavedChunk, ...]] = {}
+        by_tensor: dict[str, tuple[SavedChunk, ...]] = {}
         for name, chunk in filter(None, self._chunks):
-            found[name] = (*found.get(name, ()), chunk)
-        return found
+            by_tensor[name] = (*by_tensor.get(name, ()), chunk)
+        return by_tensor
 
     def abandon(self) -> None:
         """Close the file as it is."""

@@ -179,10 +179,10 @@ NOTHING_SAVED: dict[str, Any] = {"ranks": {}, "steps": 0}
 """The plain data of a run without codecs."""
 
 
-def joined(every: Iterable[dict[str, Any]]) -> dict[str, Any]:
+def joined(states: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Join the plain data of all ranks. Ranks of a pipeline hold different parameters."""
     result: dict[str, Any] = {"ranks": {}, "steps": 0}
-    for plain in every:
+    for plain in states:
         result = {"ranks": result["ranks"] | plain["ranks"], "steps": plain["steps"]}  # all ranks accept the same steps
     return result
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import CheckpointError
-from meshwright.runtime.copy_plan import Entry, Piece
+from meshwright.runtime.copy_plan import SlotEntry, TensorPiece
 from meshwright.runtime.shards import StoredPart, common_block
 
 WHERE = "copies in memory"
@@ -12,17 +12,17 @@ LENGTH_BYTES = 8
 """Bytes before a rank's plain state that hold its length."""
 
 
-def within(memory: Tensor, entry: Entry) -> Tensor:
+def within(memory: Tensor, entry: SlotEntry) -> Tensor:
     """The bytes of an entry, as a view of the memory of its slot."""
     return memory[entry.begin : entry.begin + entry.piece.num_bytes]
 
 
-def tensor_within(memory: Tensor, entry: Entry) -> Tensor:
+def tensor_within(memory: Tensor, entry: SlotEntry) -> Tensor:
     """The tensor of an entry, as a view of the memory of its slot."""
     return as_tensor(within(memory, entry), entry.piece)
 
 
-def as_tensor(data: Tensor, piece: Piece) -> Tensor:
+def as_tensor(data: Tensor, piece: TensorPiece) -> Tensor:
     """The bytes of a piece, as a tensor of its dtype and sizes."""
     return data.view(getattr(torch, piece.dtype)).view(piece.sizes)
 
@@ -49,7 +49,7 @@ def read_sized(room: Tensor) -> bytes:
     return room[LENGTH_BYTES : LENGTH_BYTES + length].numpy().tobytes()
 
 
-def overlapping(part: StoredPart, pieces: list[Piece], name: str) -> list[Piece]:
+def overlapping(part: StoredPart, pieces: list[TensorPiece], name: str) -> list[TensorPiece]:
     """The pieces from which a part of tensor ``name`` is filled.
 
     Raises:
@@ -70,7 +70,7 @@ def overlapping(part: StoredPart, pieces: list[Piece], name: str) -> list[Piece]
     return overlapping_pieces
 
 
-def fill(part: StoredPart, piece: Piece, data: Tensor) -> None:
+def fill(part: StoredPart, piece: TensorPiece, data: Tensor) -> None:
     """Copy the elements that a part and a piece have in common into the part. ``data``: the bytes of the piece."""
     value = as_tensor(data, piece)
     for chunk in part.chunks:

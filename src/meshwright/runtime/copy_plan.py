@@ -22,7 +22,7 @@ SLACK_BYTES = 2**16
 """Bytes by which a rank's plain state may grow between two plans."""
 
 
-class Piece(msgspec.Struct, frozen=True):
+class TensorPiece(msgspec.Struct, frozen=True):
     """A block of a whole tensor; or, with a dtype of ``bytes``, the plain state of a rank."""
 
     name: str
@@ -39,14 +39,14 @@ class Piece(msgspec.Struct, frozen=True):
         return num_bytes
 
 
-class Entry(msgspec.Struct, frozen=True):
+class SlotEntry(msgspec.Struct, frozen=True):
     """A piece, and the byte at which it begins in a slot."""
 
-    piece: Piece
+    piece: TensorPiece
     begin: int
 
 
-class Block(msgspec.Struct, frozen=True):
+class SlotRange(msgspec.Struct, frozen=True):
     """The bytes of a slot that another rank sends, or that are sent to another rank, as one message."""
 
     rank: int
@@ -54,22 +54,22 @@ class Block(msgspec.Struct, frozen=True):
     end: int
 
 
-class Kept(msgspec.Struct, frozen=True):
+class KeptCopies(msgspec.Struct, frozen=True):
     """What a rank keeps. ``entries``: all pieces in its slot; the first ``num_own`` of them it writes itself. ``sent``:
     the bytes that it sends to its partner on the next host, and ``received``: those that others send to it."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[SlotEntry, ...]
     num_own: int
     num_bytes: int
-    sent: Block | None = None
-    received: tuple[Block, ...] = ()
+    sent: SlotRange | None = None
+    received: tuple[SlotRange, ...] = ()
 
 
-def plan_copies(offers: Sequence[Sequence[Piece]], hosts: Sequence[int]) -> list[Kept]:
+def plan_copies(offers: Sequence[Sequence[TensorPiece]], hosts: Sequence[int]) -> list[KeptCopies]:
     """What each rank keeps. ``offers``: the pieces that each rank holds; ``hosts``: the number of each rank's host."""
-    several = len(set(hosts)) > 1
-    own: list[list[Piece]] = [[] for _ in offers]
-    alone: list[list[Piece]] = [[] for _ in offers]
+    has_other_hosts = len(set(hosts)) > 1
+    own: list[list[TensorPiece]] = [[] for _ in offers]
+    alone: list[list[TensorPiece]] = [[] for _ in offers]
     loads = [0] * len(offers)
     for piece, ranks in _holders(offers).items():
         by_host: dict[int, list[int]] = defaultdict(list)
@@ -79,13 +79,13 @@ def plan_copies(offers: Sequence[Sequence[Piece]], hosts: Sequence[int]) -> list
                         key=lambda rank: (loads[rank], rank))[:HOSTS]  # fmt: skip
         for rank in chosen:
             loads[rank] += piece.num_bytes
-            (alone if several and len(chosen) == 1 else own)[rank].append(piece)
-    partners = [_partner(rank, hosts) for rank in range(len(offers))] if several else []
+            (alone if has_other_hosts and len(chosen) == 1 else own)[rank].append(piece)
+    partners = [_partner(rank, hosts) for rank in range(len(offers))] if has_other_hosts else []
     return [_kept(rank, own[rank], alone, partners) for rank in range(len(offers))]
 
 
-def _holders(offers: Sequence[Sequence[Piece]]) -> dict[Piece, list[int]]:
-    holders: dict[Piece, list[int]] = defaultdict(list)
+def _holders(offers: Sequence[Sequence[TensorPiece]]) -> dict[TensorPiece, list[int]]:
+    holders: dict[TensorPiece, list[int]] = defaultdict(list)
     for rank, pieces in enumerate(offers):
         for piece in pieces:
             holders[piece].append(rank)
@@ -96,30 +96,30 @@ def _partner(rank: int, hosts: Sequence[int]) -> int:
     """The rank on the next host that keeps a second copy of what only this rank's host holds."""
     order = sorted(set(hosts))
     following = order[(order.index(hosts[rank]) + 1) % len(order)]
-    mine = [other for other, host in enumerate(hosts) if host == hosts[rank]]
-    theirs = [other for other, host in enumerate(hosts) if host == following]
-    return theirs[mine.index(rank) % len(theirs)]
+    own_host = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+    next_host = [other for other, host in enumerate(hosts) if host == following]
+    return next_host[own_host.index(rank) % len(next_host)]
 
 
-def _kept(rank: int, own: list[Piece], alone: list[list[Piece]], partners: list[int]) -> Kept:
+def _kept(rank: int, own: list[TensorPiece], alone: list[list[TensorPiece]], partners: list[int]) -> KeptCopies:
     entries, end = _laid_out(own, 0)
-    mine, sent_end = _laid_out(alone[rank], end)
-    sent = Block(partners[rank], end, sent_end) if mine else None
-    entries, end, received = [*entries, *mine], sent_end, []
+    alone_here, sent_end = _laid_out(alone[rank], end)
+    sent = SlotRange(partners[rank], end, sent_end) if alone_here else None
+    entries, end, received = [*entries, *alone_here], sent_end, []
     num_own = len(entries)
     for other, partner in enumerate(partners):
         if partner == rank and alone[other]:
             theirs, begin = _laid_out(alone[other], end), end
             entries, end = [*entries, *theirs[0]], theirs[1]
-            received.append(Block(other, begin, end))
-    return Kept(tuple(entries), num_own, end, sent, tuple(received))
+            received.append(SlotRange(other, begin, end))
+    return KeptCopies(tuple(entries), num_own, end, sent, tuple(received))
 
 
-def _laid_out(pieces: Iterable[Piece], begin: int) -> tuple[list[Entry], int]:
+def _laid_out(pieces: Iterable[TensorPiece], begin: int) -> tuple[list[SlotEntry], int]:
     """The pieces one after the other from byte ``begin`` on, and the end of the last."""
     entries = []
     for piece in pieces:
-        entries.append(Entry(piece, begin))
+        entries.append(SlotEntry(piece, begin))
         begin += -(-piece.num_bytes // ALIGNED) * ALIGNED
     return entries, begin
 
@@ -134,13 +134,13 @@ class Copy(msgspec.Struct, frozen=True):
     generation: str
     num_pieces: int
     step: int
-    entries: tuple[Entry, ...]
+    entries: tuple[SlotEntry, ...]
     host: int = 0
     rank: int = 0
     slot: int = 0
 
 
-class Place(msgspec.Struct, frozen=True):
+class CopyPlace(msgspec.Struct, frozen=True):
     """Where a piece lies: the host, the slot there, and the byte in it."""
 
     host: int
@@ -149,17 +149,17 @@ class Place(msgspec.Struct, frozen=True):
     begin: int
 
 
-def newest_complete(copies: Iterable[Copy]) -> tuple[int, dict[Piece, list[Place]]] | None:
+def newest_complete(copies: Iterable[Copy]) -> tuple[int, dict[TensorPiece, list[CopyPlace]]] | None:
     """The latest step of which every piece is in memory on some host, and the places of each piece; None without such a
     step."""
     sets: Mapping[tuple[int, str, int], list[Copy]] = defaultdict(list)
     for copy in copies:
         sets[copy.step, copy.generation, copy.num_pieces].append(copy)
     for (step, _, num_pieces), same in sorted(sets.items(), reverse=True):
-        places: dict[Piece, list[Place]] = defaultdict(list)
+        places: dict[TensorPiece, list[CopyPlace]] = defaultdict(list)
         for copy in same:
             for entry in copy.entries:
-                places[entry.piece].append(Place(copy.host, copy.rank, copy.slot, entry.begin))
+                places[entry.piece].append(CopyPlace(copy.host, copy.rank, copy.slot, entry.begin))
         if len(places) == num_pieces:
             return step, dict(places)
     return None

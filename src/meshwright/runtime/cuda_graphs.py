@@ -13,7 +13,7 @@ import torch
 T = TypeVar("T")
 
 
-class Graph(Protocol):
+class KernelGraph(Protocol):
     """Captured kernels."""
 
     def replay(self) -> None:
@@ -56,7 +56,7 @@ class Graphs(ABC):
         a later graph may have the memory that an earlier one needs no more."""
 
     @abstractmethod
-    def capture(self, work: Callable[[], T], pool: Any) -> tuple[Graph, T]:
+    def capture(self, work: Callable[[], T], pool: Any) -> tuple[KernelGraph, T]:
         """Capture the kernels that ``work`` launches, instead of running them. What ``work`` allocates comes from
         ``pool``. Returns the graph, and the results of ``work``, whose values exist after a ``replay``."""
 
@@ -80,7 +80,7 @@ class CudaGraphs(Graphs):
         """A new private pool."""
         return torch.cuda.graph_pool_handle()
 
-    def capture(self, work: Callable[[], T], pool: Any) -> tuple[Graph, T]:
+    def capture(self, work: Callable[[], T], pool: Any) -> tuple[KernelGraph, T]:
         """Capture on a stream of its own."""
         stream = self._stream = self._stream or torch.cuda.Stream(self._device)
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)

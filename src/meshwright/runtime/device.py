@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.comm.record import Operation, Timeline, copying
+from meshwright.comm.record import DeviceOperation, DeviceTimeline, copying
 from meshwright.comm.symmetric_memory import symmetric_groups
 from meshwright.ir.mesh import AxisGroup
 from meshwright.runtime.cuda_graphs import CudaGraphs, Graphs
@@ -22,7 +22,7 @@ from meshwright.runtime.memory import OwnMemory, has_own_memory
 CPU = torch.device("cpu")
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A point in the work of a stream."""
 
     def query(self) -> bool:
@@ -83,10 +83,10 @@ class DeviceKind(Protocol):
     def pinned(self, like: Tensor) -> Tensor:
         """Memory of the host for a copy of a tensor, which the device can write while the host goes on."""
 
-    def event(self) -> Event | None:
+    def event(self) -> DeviceEvent | None:
         """The current point of the device's work; None if the device does not run behind the host."""
 
-    def timeline(self) -> Timeline | None:
+    def timeline(self) -> DeviceTimeline | None:
         """The clock of the device; None if the device does not run behind the host."""
 
     def graphs(self) -> Graphs | None:
@@ -118,11 +118,11 @@ class CpuKind:
         """Ordinary memory."""
         return torch.empty_like(like, device=CPU)
 
-    def event(self) -> Event | None:
+    def event(self) -> DeviceEvent | None:
         """None: there is nothing to wait for."""
         return None
 
-    def timeline(self) -> Timeline | None:
+    def timeline(self) -> DeviceTimeline | None:
         """None: work is done when its call returns."""
         return None
 
@@ -156,13 +156,13 @@ class CudaKind:
         """Memory of the host that is locked in place."""
         return torch.empty_like(like, device=CPU, pin_memory=True)
 
-    def event(self) -> Event | None:
+    def event(self) -> DeviceEvent | None:
         """An event on the stream of the kernels."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def timeline(self) -> Timeline | None:
+    def timeline(self) -> DeviceTimeline | None:
         """Events on the streams of kernels, copies and communication."""
         return _CudaTimeline(self.device)
 
@@ -188,7 +188,7 @@ class _CudaTimeline:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def mark_end(self, lane: str, operations: Sequence[Operation]) -> torch.cuda.Event:
+    def mark_end(self, lane: str, operations: Sequence[DeviceOperation]) -> torch.cuda.Event:
         if lane not in self._beside:
             self._beside[lane] = torch.cuda.Stream(self._device, priority=-1)
         with torch.cuda.stream(self._beside[lane]):
@@ -290,8 +290,8 @@ def properties(device: torch.device) -> Properties:
     """A CUDA device as its driver reports it. A CPU has no such names and sizes: its memory is 0."""
     if device.type != "cuda":
         return Properties(device.type, 0, 1, 1)
-    found = torch.cuda.get_device_properties(device)
-    return Properties(found.name, found.total_memory, found.multi_processor_count, num_cuda_devices())
+    reported = torch.cuda.get_device_properties(device)
+    return Properties(reported.name, reported.total_memory, reported.multi_processor_count, num_cuda_devices())
 
 
 def lacks(device: torch.device, precision: str) -> str:
@@ -338,10 +338,10 @@ def _driver_version() -> tuple[int, ...]:
     """The newest version of CUDA that NVIDIA's driver supports. It is asked without starting CUDA in this process."""
     version = ctypes.c_int()
     try:
-        found = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+        status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
     except (OSError, AttributeError):
         return ()
-    return divmod(version.value // 10, 100) if found == 0 else ()
+    return divmod(version.value // 10, 100) if status == 0 else ()
 
 
 class Processor(NamedTuple):

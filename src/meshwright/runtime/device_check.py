@@ -33,15 +33,15 @@ def available(device: torch.device | str, *, chosen: bool = True) -> torch.devic
     count = num_cuda_devices()
     kinds = ("cpu", "cuda") if count else ("cpu",)
     try:
-        found = torch.device(device)
+        parsed = torch.device(device)
     except (RuntimeError, TypeError):
-        found = None
+        parsed = None
     if not chosen and not count:
         check_driver(cuda_support())
-    there = found is not None and found.type in kinds and (found.type == "cpu" or (found.index or 0) < count)
-    if found is None or not there:
+    there = parsed is not None and parsed.type in kinds and (parsed.type == "cpu" or (parsed.index or 0) < count)
+    if parsed is None or not there:
         raise unavailable(str(device), cuda_support(), kinds, count)
-    return found
+    return parsed
 
 
 def check_gpu(device: torch.device, num_ranks: int) -> None:
@@ -126,12 +126,12 @@ def check_alike(processors: Sequence[str], *, whose: str = "rank", described: bo
     and the plan gives each device its share."""
     if described or len(set(processors)) < 2:
         return
-    told = []
+    ranges = []
     for name, members in groupby(range(len(processors)), key=lambda index: processors[index]):
         first, *_, last = [*members] * 2
-        told.append(f"{whose}{'s' * (first != last)} {first}{f' to {last}' * (first != last)}: {name}")
+        ranges.append(f"{whose}{'s' * (first != last)} {first}{f' to {last}' * (first != last)}: {name}")
     raise ClusterError(
-        f"its GPUs differ, and the plan would wait for the slowest ({'; '.join(told)})", where="device",
+        f"its GPUs differ, and the plan would wait for the slowest ({'; '.join(ranges)})", where="device",
         remedy="choose equal GPUs with CUDA_VISIBLE_DEVICES, or describe them in a cluster file, as members of a level",
     )  # fmt: skip
 

@@ -32,7 +32,7 @@ _LOOK_AT_BATCH = (
 )
 
 
-class Holder(Protocol):
+class MemoryHolder(Protocol):
     """The parts of a trainer that hold memory of a device. ``smaller`` names the smallest change of the plan that needs
     so many bytes less; empty if there is none. It is None if nobody knows the plan's costs."""
 
@@ -50,7 +50,7 @@ class Holder(Protocol):
 
 
 @contextmanager
-def explained(trainer: Holder) -> Iterator[None]:
+def explained(trainer: MemoryHolder) -> Iterator[None]:
     """Raise errors of the device and of NCCL within a step as a DeviceMemoryError, which names what holds the memory,
     as a DeviceError, or as a LostRankError if another rank or the network failed."""
     try:
@@ -67,7 +67,7 @@ def explained(trainer: Holder) -> Iterator[None]:
         raise named from error
 
 
-def holders(trainer: Holder) -> dict[str, int]:
+def holders(trainer: MemoryHolder) -> dict[str, int]:
     """The bytes of memory that each kind of tensor holds on the device, the largest first. A storage counts once, for
     the first kind that holds it."""
     optimizer, executor = trainer._optimizer, trainer.executor
@@ -87,10 +87,10 @@ def holders(trainer: Holder) -> dict[str, int]:
         "values of micro-batches in flight": executor.values_in_flight,
     }
     seen: set[int] = set()
-    found = {name: _bytes_of(values, seen) for name, values in kinds.items()}
+    num_bytes = {name: _bytes_of(values, seen) for name, values in kinds.items()}
     if (read := trainer._kind.memory_now) is not None:
-        found["values of the operators at work"] = max(0, read() - sum(found.values()))
-    return dict(sorted(((name, held) for name, held in found.items() if held), key=lambda pair: -pair[1]))
+        num_bytes["values of the operators at work"] = max(0, read() - sum(num_bytes.values()))
+    return dict(sorted(((name, held) for name, held in num_bytes.items() if held), key=lambda pair: -pair[1]))
 
 
 def _bytes_of(values: Iterable[object], seen: set[int]) -> int:
@@ -104,45 +104,45 @@ def _bytes_of(values: Iterable[object], seen: set[int]) -> int:
 
 def _needs_buffers(text: str) -> bool:
     """Whether NCCL found no memory on the device."""
-    found = _NCCL.search(text)
-    return found is not None and "out of memory" in (found[2] or "")
+    match = _NCCL.search(text)
+    return match is not None and "out of memory" in (match[2] or "")
 
 
 def named_error(text: str, where: str) -> MeshwrightError | None:
     """The error of CUDA, or of a collective or message that NCCL did not start, with its remedy; None if the text is of
     another error."""
-    if (found := _NCCL.search(text)) is None:
+    if (match := _NCCL.search(text)) is None:
         other = _CUDA.search(text)
         return _failed(other[1].strip(), where) if other is not None else None
-    kind, last = found[1], (found[2] or "").strip()
-    told = f"{kind}: {last}" if last else kind
+    kind, last = match[1], (match[2] or "").strip()
+    reason = f"{kind}: {last}" if last else kind
     if kind in _OF_OTHERS:
-        return LostRankError(f"NCCL lost another rank or the network ({told})", where=where, remedy=OWN_ERROR)
+        return LostRankError(f"NCCL lost another rank or the network ({reason})", where=where, remedy=OWN_ERROR)
     if kind == "ncclUnhandledCudaError":
-        return _failed(told, where)
+        return _failed(reason, where)
     remedy = "run with NCCL_DEBUG=INFO, which says why, on every rank"
-    return DeviceError(f"NCCL failed ({told})", where=where, remedy=remedy)
+    return DeviceError(f"NCCL failed ({reason})", where=where, remedy=remedy)
 
 
-def _full(trainer: Holder, text: str, asks: str = "") -> DeviceMemoryError:
+def _full(trainer: MemoryHolder, text: str, asks: str = "") -> DeviceMemoryError:
     held = holders(trainer)
     wanted, free = _parsed(_ASKED, text), _parsed(_FREE, text)
     asks = f" for {size(wanted)} more" if wanted else asks
     change = trainer.smaller(max(1, wanted - free)) if trainer.smaller is not None else ""
     return DeviceMemoryError(
-        f"its memory is full, and has no room{asks}: {_told(held)}",
+        f"its memory is full, and has no room{asks}: {_held_text(held)}",
         where=_place(trainer),
         remedy=change or "use more ranks, more micro-batches, recompute='full' or zero=1",
     )
 
 
-def _told(held: Mapping[str, int]) -> str:
+def _held_text(held: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in held.items()) or "nothing of this trainer"
 
 
 def _parsed(pattern: re.Pattern[str], text: str) -> int:
-    found = pattern.search(text)
-    return round(float(found[1]) * _UNITS[found[2]]) if found is not None else 0
+    match = pattern.search(text)
+    return round(float(match[1]) * _UNITS[match[2]]) if match is not None else 0
 
 
 def _failed(text: str, where: str) -> DeviceError:
@@ -154,5 +154,5 @@ def _failed(text: str, where: str) -> DeviceError:
     return DeviceError(problem, where=where, remedy=remedy)
 
 
-def _place(trainer: Holder) -> str:
+def _place(trainer: MemoryHolder) -> str:
     return f"rank {trainer.rank}, {trainer.device}, step {trainer.step_number + 1}"

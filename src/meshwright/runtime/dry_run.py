@@ -20,7 +20,7 @@ from meshwright.runtime.rehearsal import SET_UP, Rehearsal
 from meshwright.runtime.rehearsed_kind import RehearsedKind
 from meshwright.runtime.rehearsed_line import failed_at
 from meshwright.runtime.trainer import Replan, Trainer
-from meshwright.schedules.rendezvous import Awaited, Started
+from meshwright.schedules.rendezvous import Awaited, StartedOperation
 from meshwright.torch_private import FakeStore
 
 MOMENTS = (SET_UP, "step 1", "step 2")
@@ -32,12 +32,12 @@ class Rehearsed(NamedTuple):
 
     rank: int
     findings: Sequence[Finding]
-    streams: dict[str, list[Started | Awaited]]
+    streams: dict[str, list[StartedOperation | Awaited]]
     peak_bytes: int
     held_bytes: int
 
 
-class Job(NamedTuple):
+class DryRunJob(NamedTuple):
     """The arguments of the trainers of a dry run, equal on all ranks. ``dtypes``: those in which the device computes.
     ``box``: the number of GPUs of a box."""
 
@@ -54,7 +54,7 @@ class Job(NamedTuple):
     box: int = 1
 
 
-def rehearse(job: Job, rank: int) -> Rehearsed:
+def rehearse(job: DryRunJob, rank: int) -> Rehearsed:
     """Run the set-up and two steps of a rank. The caller's model stays as it is.
 
     Raises:
@@ -80,7 +80,7 @@ def rehearse(job: Job, rank: int) -> Rehearsed:
     return Rehearsed(rank, rehearsal.findings, rehearsal.stream, rehearsal.memory.peak, held)
 
 
-def _trainer(job: Job, rehearsal: Rehearsal) -> Trainer:
+def _trainer(job: DryRunJob, rehearsal: Rehearsal) -> Trainer:
     trainer = Trainer(
         _fake_model(job.model), job.loss_fn, job.captured, job.plan, optimizer=job.optimizer,
         max_grad_norm=job.max_grad_norm, seed=job.seed, device=DEVICE, replan=job.replan, rules=job.captured.rules,

@@ -337,8 +337,8 @@ class Executor:
         for name, whole, route, arrivals in coming:
             for arrival in arrivals:
                 arrival.wait()
-            if route.mine is not None:
-                own_box = whole[route.mine].contiguous()
+            if route.own_box is not None:
+                own_box = whole[route.own_box].contiguous()
                 self._leaving += [self._channels[peer].send(own_box) for peer, _ in route.others]
             theirs = [self._post(peer, whole, box, action) for peer, box in route.others if box is not None]
             for arrival in theirs:
@@ -361,20 +361,20 @@ class Executor:
 
     def _post(self, peer: int, whole: Tensor, place: Place, action: Action, codec: str = "") -> Arrival:
         box = whole[place]
-        got = box if box.is_contiguous() else torch.empty_like(box, memory_format=torch.contiguous_format)
+        received = box if box.is_contiguous() else torch.empty_like(box, memory_format=torch.contiguous_format)
         label = f"stage {action.stage}, micro-batch {action.microbatch}, {action}"
         if codec:
             coder = coder_at(codec, box.dtype)
             message = torch.empty(coded_bytes(coder, box.numel()), dtype=torch.uint8, device=box.device)
 
             def finish() -> None:
-                decode(coder, message, got)
-                if got is not box:
-                    box.copy_(got)
+                decode(coder, message, received)
+                if received is not box:
+                    box.copy_(received)
 
             return self._channels[peer].receive(message, label).then(finish, message)
-        arrival = self._channels[peer].receive(got, label)
-        return arrival if got is box else arrival.then(partial(box.copy_, got))
+        arrival = self._channels[peer].receive(received, label)
+        return arrival if received is box else arrival.then(partial(box.copy_, received))
 
     def _reduce(self, stage: RunningStage, action: Action) -> None:
         """Start the sums of a stage's gradients, after its last backward. Free what no later phase reads."""

@@ -146,9 +146,9 @@ _NCCL_TIMEOUT = re.compile(
 def nccl_timeout(log: Path) -> str:
     """What a rank says in its log before NCCL's watchdog ends it, because another rank did not come; otherwise empty.
     The watchdog ends the process, so that the rank writes no error of its own."""
-    if not log.exists() or not (found := _NCCL_TIMEOUT.search(log.read_text(errors="replace"))):
+    if not log.exists() or not (match := _NCCL_TIMEOUT.search(log.read_text(errors="replace"))):
         return ""
-    number, kind, waited_ms = found.groups()
+    number, kind, waited_ms = match.groups()
     return (
         f"waited {int(waited_ms) / 1000:.0f} s in NCCL's {kind.lower()} number {number}, to which a rank did not come,"
     )
@@ -163,8 +163,8 @@ LOOK_AT_DEVICE = (
 
 def lost_device(log: Path) -> str:
     """The error of CUDA that a rank's log has if NCCL's watchdog met it first and ended the rank; otherwise empty."""
-    found = _LOST_DEVICE.search(log.read_text(errors="replace")) if log.exists() else None
-    return found[1].strip() if found else ""
+    match = _LOST_DEVICE.search(log.read_text(errors="replace")) if log.exists() else None
+    return match[1].strip() if match else ""
 
 
 def as_error(failure: Failure, directory: Path) -> MeshwrightError:

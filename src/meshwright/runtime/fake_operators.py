@@ -33,7 +33,7 @@ def workspace_bytes(function: Any, args: Any) -> int:
     if function not in _ATTENTION_BACKWARD:
         return 0
     _, query, key, value = args[:4]
-    heads, shared = (one.shape[_ATTENTION_BACKWARD[function]] for one in (query, key))
+    heads, shared = (tensor.shape[_ATTENTION_BACKWARD[function]] for tensor in (query, key))
     taken = backward_bytes(query.numel() // query.shape[-1], query.shape[-1])
     if shared < heads and function is aten._flash_attention_backward.default:  # gradients of keys for each query head
         taken += (key.nbytes + value.nbytes) // shared * heads
@@ -113,8 +113,8 @@ def _shapes_on_cpu(function: Any, args: Any, kwargs: Any) -> Any:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
 
     with disable_current_modes(), FakeTensorMode():
-        found = function(*pytree.tree_map_only(Tensor, host, args), **pytree.tree_map_only(Tensor, host, kwargs))
-    return pytree.tree_map_only(Tensor, _fake_of, found)
+        results = function(*pytree.tree_map_only(Tensor, host, args), **pytree.tree_map_only(Tensor, host, kwargs))
+    return pytree.tree_map_only(Tensor, _fake_of, results)
 
 
 def _fake_of(value: Tensor) -> Tensor:

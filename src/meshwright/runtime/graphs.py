@@ -26,7 +26,7 @@ from meshwright.ir.schedule import ActionKind
 from meshwright.ir.stages import ALTERNATIVES, BACKWARD, CAPTURED, FORWARD, PROLOGUE, STEP, WEIGHT
 from meshwright.lower.function import BoxedFunction
 from meshwright.lower.partition import PhaseFunction
-from meshwright.runtime.cuda_graphs import Graph, Graphs
+from meshwright.runtime.cuda_graphs import Graphs, KernelGraph
 from meshwright.runtime.phase_clock import Clock
 
 log = logging.getLogger("meshwright")
@@ -65,7 +65,7 @@ class _Captured(NamedTuple):
     """A captured phase. ``taken``: the positions of arguments that are copied, and the memory for each. ``results``:
     each result, and whether it is copied out of the memory of the graph."""
 
-    graph: Graph
+    graph: KernelGraph
     taken: tuple[tuple[int, Tensor], ...]
     results: tuple[tuple[Any, bool], ...]
 

@@ -30,10 +30,10 @@ class Guard:
     Nearly all comparisons test identity, in loops that run in C. A comparison takes about 0.1 microseconds.
     """
 
-    def __init__(self, model: nn.Module, training: bool, every: Sequence[Read]) -> None:
-        stays = [not read.has_changed() for read in every]  # a change would cause a capture in every step
-        reads = list(compress(every, stays))
-        for read in compress(every, map(not_, stays)):
+    def __init__(self, model: nn.Module, training: bool, reads_found: Sequence[Read]) -> None:
+        stays = [not read.has_changed() for read in reads_found]  # a change would cause a capture in every step
+        reads = list(compress(reads_found, stays))
+        for read in compress(reads_found, map(not_, stays)):
             log.warning("%s: capturing the step changes it; it is not compared before steps", read.where)
         self._in_dicts = [read for read in reads if type(read.owner) is dict]
         self._dicts = [read.owner for read in self._in_dicts]
@@ -74,9 +74,9 @@ class Guard:
             for index, (read, value, known) in enumerate(zip(self._in_dicts, now, self._values, strict=True)):
                 if value is not known:
                     if state_of(value, read.own) != read.state:
-                        return _told(read, value)
+                        return _change_text(read, value)
                     self._values[index] = value  # an equal object: expect this one from now on
-        return next((_told(read, read.now()) for read in self._others if read.has_changed()), "")
+        return next((_change_text(read, read.now()) for read in self._others if read.has_changed()), "")
 
     def _modes_now(self, training: bool) -> list[bool]:
         """For each module, whether it is in training mode. If the model itself is not in the mode ``training``, all its
@@ -100,11 +100,11 @@ class CallersTensors:
         self.accept()
         self._whole = {name: value for name, value in self._known.items() if not value.is_meta}
         self._pointers = list(map(Tensor.data_ptr, self._whole.values()))
-        every = {
+        reads_found = {
             id(value): value
             for value in (*dict(parameters.model.named_parameters()).values(), *parameters.own.values())
         }
-        self._leaves = list(every.values())
+        self._leaves = list(reads_found.values())
         self._autocast = torch.is_autocast_enabled(parameters.device.type)
 
     def accept(self) -> None:
@@ -172,11 +172,11 @@ class CallersTensors:
 def check_same_change(changed: str) -> None:
     """Raise a RankError on every rank if ranks capture again for different reasons. The error names the first rank
     whose reason differs from rank 0's. Every rank must call this function."""
-    every = from_every_rank(changed)
-    for rank, other in enumerate(every):
-        if other != every[0]:
+    by_rank = from_every_rank(changed)
+    for rank, other in enumerate(by_rank):
+        if other != by_rank[0]:
             raise RankError(
-                f"{other or 'nothing'}; rank 0: {every[0] or 'nothing'}. Ranks changed the model differently",
+                f"{other or 'nothing'}; rank 0: {by_rank[0] or 'nothing'}. Ranks changed the model differently",
                 where=f"rank {rank}",
                 remedy="change the model and the numbers that it reads in the same way on every rank",
             )
@@ -186,5 +186,5 @@ def _named(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def _told(read: Read, value: Any) -> str:
+def _change_text(read: Read, value: Any) -> str:
     return f"{read.where}: {read.change(value)}"

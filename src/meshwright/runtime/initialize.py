@@ -68,8 +68,8 @@ def materialize(
     except _LaterChange:
         _fill(model, device, seed, missing, shared, None)
     with torch.no_grad():
-        for value, given in zip(kept, before, strict=True):
-            value.copy_(given)
+        for value, source in zip(kept, before, strict=True):
+            value.copy_(source)
     _tie(ties)
 
 

@@ -95,12 +95,12 @@ def compare_over_ranks(leaves: Leaves, part: int) -> None:
     if alone():
         return
     described = ", ".join(f"{name} {_in_words(value)}" for name, value in zip(leaves.names, leaves.values, strict=True))
-    every = from_every_rank((part, described, _checksum(list(leaves.tensors.values()))))
+    by_rank = from_every_rank((part, described, _checksum(list(leaves.tensors.values()))))
     first: dict[int, tuple[int, int]] = {}
-    for rank, (index, description, checksum) in enumerate(every):
-        if description != every[0][1]:
+    for rank, (index, description, checksum) in enumerate(by_rank):
+        if description != by_rank[0][1]:
             raise RankError(
-                f"it was given {description}, rank 0 {every[0][1]}",
+                f"it was given {description}, rank 0 {by_rank[0][1]}",
                 where=f"batch of rank {rank}",
                 remedy="pass batches of the same shapes on every rank",
             )

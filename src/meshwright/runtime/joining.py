@@ -26,9 +26,9 @@ from meshwright.ir.plan import Plan
 from meshwright.runtime import launch, worlds
 from meshwright.runtime.hosting import maker, states_of
 from meshwright.runtime.replica import (
-    Connection,
     FlatParameters,
     Replica,
+    ReplicaConnection,
     awaited,
     check_equal,
     check_like_first,
@@ -77,14 +77,14 @@ def join(trainer: Trainer, place: World) -> None:
     flat = FlatParameters(trainer.parameters, trainer.groups)
     name = replica_name(place.replica)
     life = from_rank_0(lambda: int(store.add(f"lives/{name}", 1)) - 1)
-    said = {"model": trainer.graph.fingerprint, "plan": trainer.plan.digest}
+    facts = {"model": trainer.graph.fingerprint, "plan": trainer.plan.digest}
     if not isinstance(rule, Ensemble):
-        said["weights"] = digest(flat.flats)
+        facts["weights"] = digest(flat.flats)
     if life == 0:
-        check_equal(store, place, trainer.rank, said)
+        check_equal(store, place, trainer.rank, facts)
     else:
-        check_like_first(store, place, trainer.rank, said)
-    connection = Connection(rule, place, trainer.rank, life)
+        check_like_first(store, place, trainer.rank, facts)
+    connection = ReplicaConnection(rule, place, trainer.rank, life)
     make = maker(trainer.optimizer, trainer.parameters.trainable) if isinstance(rule, Server) else None
     trainer.replica = Replica(place, flat, connection, make)
     trainer.replica.snapshot = partial(snapshot, trainer, trainer.replica)
@@ -132,7 +132,9 @@ def serve_only(trainer: Trainer, place: World) -> NoReturn:
     ).items()  # fmt: skip
     life = int(store.add(f"lives/{trainer.rank}/{name}", 1)) - 1
     log.info("this rank is %s", name)
-    serve(Connection(rule, place, trainer.rank, life).mailbox(name), state, wait_s=launch.timeout().total_seconds())
+    serve(
+        ReplicaConnection(rule, place, trainer.rank, life).mailbox(name), state, wait_s=launch.timeout().total_seconds()
+    )
     raise SystemExit(0)
 
 
@@ -222,8 +224,8 @@ def take_over(trainer: Trainer, replica: Replica, sources: Sequence[int] | None 
         problem = f"in {TRIES} tries its ranks got the state of different moments"
         raise LostRankError(problem, where=replica_name(replica.number), remedy="start it again")
     *flats, rest = letter.tensors
-    for own, given in zip(replica.flat.flats, flats, strict=True):
-        own.copy_(given)
+    for own, received in zip(replica.flat.flats, flats, strict=True):
+        own.copy_(received)
     state = unpacked(rest)
     trainer.optimizer.load_state_dict(state["optimizer"])
     for name, value in state["buffers"].items():

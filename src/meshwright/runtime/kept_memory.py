@@ -46,7 +46,7 @@ def kept_memory(num_ranks: int) -> Iterator[dict[str, str]]:
             os.close(descriptor)
 
 
-class Slot:
+class MemorySlot:
     """A place for one copy, in the memory of the launcher. ``path`` leads to a file called ``name``.
 
     The data are bytes in a tensor, and ``head`` says what lies where in them."""
@@ -137,10 +137,10 @@ class Slot:
         self._data = torch.frombuffer(self._memory, dtype=torch.uint8, offset=PAGE_BYTES)
 
 
-def slots_of(text: str) -> list[list[Slot]]:
+def slots_of(text: str) -> list[list[MemorySlot]]:
     """The slots of each rank of a launcher, by the value of ``VARIABLE``; empty if the value is."""
     process, name, *descriptors = text.split() or ["", ""]
-    slots = [Slot(f"/proc/{process}/fd/{number}", name) for number in descriptors]
+    slots = [MemorySlot(f"/proc/{process}/fd/{number}", name) for number in descriptors]
     return [slots[begin : begin + SLOTS] for begin in range(0, len(slots), SLOTS)]
 
 

@@ -64,7 +64,7 @@ def translated(environment: Mapping[str, str]) -> dict[str, str]:
         LaunchError: a variable of srun is missing, or its node cannot be found.
     """
     if MPI_RANK in environment:
-        return {name: environment[theirs] for name, theirs in _MPI.items() if theirs in environment}
+        return {name: environment[mpi_name] for name, mpi_name in _MPI.items() if mpi_name in environment}
     return _from_slurm(environment) if _of_step(environment) else {}
 
 
@@ -112,18 +112,18 @@ def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
             where="environment",
             remedy="start the ranks with srun, or unset SLURM_STEP_NUM_TASKS",
         )
-    found = {name: environment[theirs] for name, theirs in _SLURM.items()}
+    variables = {name: environment[slurm_name] for name, slurm_name in _SLURM.items()}
     node = _number("SLURM_NODEID", environment["SLURM_NODEID"])
-    found["LOCAL_WORLD_SIZE"] = f"{tasks_per_node(environment['SLURM_STEP_TASKS_PER_NODE'])[node]}"
+    variables["LOCAL_WORLD_SIZE"] = f"{tasks_per_node(environment['SLURM_STEP_TASKS_PER_NODE'])[node]}"
     if "MASTER_ADDR" in environment:  # the user's choice, where rank 0 keeps the store
-        return found
+        return variables
     job, step = (_number(name, environment[name]) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    found["MASTER_ADDR"] = slurm_address(first_node(environment["SLURM_STEP_NODELIST"]))
-    found["MASTER_PORT"] = environment.get("MASTER_PORT", f"{PORTS[(job * 101 + step) % len(PORTS)]}")
-    found["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # PyTorch: no rank keeps the store
-    if node == 0 and found["LOCAL_RANK"] == "0":
-        found[KEEPS_STORE] = "1"
-    return found
+    variables["MASTER_ADDR"] = slurm_address(first_node(environment["SLURM_STEP_NODELIST"]))
+    variables["MASTER_PORT"] = environment.get("MASTER_PORT", f"{PORTS[(job * 101 + step) % len(PORTS)]}")
+    variables["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # PyTorch: no rank keeps the store
+    if node == 0 and variables["LOCAL_RANK"] == "0":
+        variables[KEEPS_STORE] = "1"
+    return variables
 
 
 def tasks_per_node(text: str) -> list[int]:
@@ -164,8 +164,8 @@ def slurm_address(node: str, asked: Callable[[str], str] | None = None) -> str:
         socket.getaddrinfo(node, None)
         return node
     except OSError as error:
-        said = (asked or _scontrol)(node)
-        match = re.search(r"\bNodeAddr=(\S+)", said)
+        description = (asked or _scontrol)(node)
+        match = re.search(r"\bNodeAddr=(\S+)", description)
         if match is None:
             raise LaunchError(
                 f"the name {node!r} has no address ({error.strerror or error}), and scontrol does not know it",

@@ -24,7 +24,7 @@ BEAT_S = 5.0
 manager): there, the holder on another host is told by the file's time."""
 
 
-class Holder(msgspec.Struct, frozen=True):
+class LockHolder(msgspec.Struct, frozen=True):
     """The process that holds a lock."""
 
     host: str
@@ -65,7 +65,7 @@ def locked(
                 raise _at_work(directory, name, kind, option) from None
         if not takes_over and _lives_elsewhere(directory / name):
             raise _at_work(directory, name, kind, option)
-        holder = Holder(socket.gethostname(), os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S"))
+        holder = LockHolder(socket.gethostname(), os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S"))
         with suppress(OSError):  # of a full disk: the lock holds all the same
             file.truncate(0)
             file.write(msgspec.json.encode(holder))
@@ -91,10 +91,10 @@ def _at_work(directory: Path, name: str, kind: type[MeshwrightError], option: st
     )
 
 
-def _holder(file: Path) -> Holder | None:
+def _holder(file: Path) -> LockHolder | None:
     """The holder of a lock; None if the file does not say."""
     try:
-        return msgspec.json.decode(file.read_bytes(), type=Holder)
+        return msgspec.json.decode(file.read_bytes(), type=LockHolder)
     except (OSError, msgspec.DecodeError):
         return None
 

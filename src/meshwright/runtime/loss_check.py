@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, Optimizer
 
 from meshwright.errors import NonFiniteLossError
-from meshwright.runtime.device import CpuKind, DeviceKind, Event
+from meshwright.runtime.device import CpuKind, DeviceEvent, DeviceKind
 
 UNCHANGED = "parameters and checkpoints are as they were before the step"
 
@@ -34,7 +34,7 @@ class LossCheck:
         self.late = self._kind.is_late
         self.refused: Tensor | None = None
         self.skips = torch.zeros((), device=self._kind.device)
-        self._pending: tuple[Tensor, int, Event | None] | None = None
+        self._pending: tuple[Tensor, int, DeviceEvent | None] | None = None
 
     def skip_updates_of(self, optimizer: Optimizer | None) -> None:
         """Let the device skip the updates of an optimizer, if the loss is checked late and the optimizer can."""

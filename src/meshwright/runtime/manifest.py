@@ -141,8 +141,8 @@ def complete(
     Return the manifest."""
     for name, content in small.items():
         write(path / data / name, content)
-    every = saved | written(path / data, small)
-    result = msgspec.structs.replace(described, data=data, files=dict(sorted(every.items())))
+    all_files = saved | written(path / data, small)
+    result = msgspec.structs.replace(described, data=data, files=dict(sorted(all_files.items())))
     commit(path, result)
     return result
 

@@ -185,14 +185,14 @@ def _rate(size: float, seconds: float, kernel_s: float) -> float:
 
 def curves(measured: Measured, peak: float, bandwidth: float) -> dict[str, Curve]:
     """The efficiency curve of each kind that was measured: fractions of ``peak`` or of ``bandwidth``, by size."""
-    found = {}
+    by_kind = {}
     for kind, points in measured.seconds.items():
         best = peak if kind in COMPUTE else bandwidth
-        found[kind] = tuple(
+        by_kind[kind] = tuple(
             (float(size), min(1.0, float(f"{_rate(size, seconds, measured.kernel_s) / best:.4g}")))
             for size, seconds in sorted(points)
         )
-    return found
+    return by_kind
 
 
 def _line(points: list[tuple[float, float]]) -> tuple[float, float]:

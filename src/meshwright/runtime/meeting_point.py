@@ -57,14 +57,14 @@ def addresses_of(name: str, where: str) -> list[tuple[socket.AddressFamily, Any]
         LaunchError: the name has no address.
     """
     try:
-        found = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
     except OSError as error:
         raise LaunchError(
             f"the name {name!r} has no address here: {error.strerror or error}",
             where=where,
             remedy="give an IP address, or a name that every host knows (/etc/hosts, DNS)",
         ) from None
-    return [(family, place) for family, _, _, _, place in found]
+    return [(family, place) for family, _, _, _, place in addresses]
 
 
 def kept_store(address: str, port: int, limit: timedelta, where: str) -> dist.TCPStore:
@@ -129,10 +129,10 @@ def not_connected(store: dist.Store, rank: int, num_ranks: int, where: str, erro
         for (host, address), other in places.items()
         if address != own and (problem := _unreachable(address, 9)) not in ("", "refused")
     ]
-    said = str(error).strip().splitlines()[0]
+    text = str(error).strip().splitlines()[0]
     if unseen:
         return LaunchError(f"{here} ({own}) cannot reach {'; '.join(unseen)}", where=where, remedy=CHECK)
-    return LaunchError(f"the ranks met, but could not connect to each other: {said}", where=where, remedy=CHECK)
+    return LaunchError(f"the ranks met, but could not connect to each other: {text}", where=where, remedy=CHECK)
 
 
 def not_met(meeting: Meeting, error: Exception) -> LaunchError:

@@ -56,14 +56,14 @@ def memory_bytes() -> int:
 
 def available_bytes() -> int:
     """The bytes of memory that programs of this machine, or of this control group, can still use."""
-    found = [memory_bytes()]
+    limits = [memory_bytes()]
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
-        found.append(next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")))
+        limits.append(next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")))
     with suppress(OSError, ValueError):
         used = int((_CGROUP / "memory.current").read_text())
-        found.append(max(0, int((_CGROUP / "memory.max").read_text()) - used))
-    return min(found)
+        limits.append(max(0, int((_CGROUP / "memory.max").read_text()) - used))
+    return min(limits)
 
 
 def num_killed() -> int:

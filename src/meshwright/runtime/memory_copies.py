@@ -45,7 +45,15 @@ from meshwright.runtime.copied_pieces import (
     within,
     write_sized,
 )
-from meshwright.runtime.copy_plan import SLACK_BYTES, Copy, Kept, Piece, Place, newest_complete, plan_copies
+from meshwright.runtime.copy_plan import (
+    SLACK_BYTES,
+    Copy,
+    CopyPlace,
+    KeptCopies,
+    TensorPiece,
+    newest_complete,
+    plan_copies,
+)
 from meshwright.runtime.kept_memory import slots_of
 from meshwright.runtime.memory import available_bytes
 from meshwright.runtime.shards import StoredPart
@@ -83,7 +91,7 @@ class MemoryCopies:
         self._since = (0, 0.0)
         self.every = 0
         """The steps from one copy to the next; 0: not known yet."""
-        self._plan: Kept | None = None
+        self._plan: KeptCopies | None = None
         self._signature: tuple[Any, ...] = ()
         self._head = b""
         self._partners: Partners | None = None
@@ -188,13 +196,13 @@ class MemoryCopies:
         """Agree with all ranks on the pieces that each rank keeps. If a host lacks the memory, there are no copies."""
         rank = self._trainer.rank
         pieces = [
-            Piece(name, str(part.value.dtype).removeprefix("torch."), chunk.offsets, chunk.sizes)
+            TensorPiece(name, str(part.value.dtype).removeprefix("torch."), chunk.offsets, chunk.sizes)
             for name, part in parts.items()
             for chunk in part.chunks
         ]
-        pieces.append(Piece(f"{_PLAIN}{rank}", "bytes", (0,), (num_plain + SLACK_BYTES,)))
+        pieces.append(TensorPiece(f"{_PLAIN}{rank}", "bytes", (0,), (num_plain + SLACK_BYTES,)))
         packed = from_every_rank(msgspec.json.encode(pieces))
-        offers = [msgspec.json.decode(each, type=list[Piece]) for each in packed]
+        offers = [msgspec.json.decode(each, type=list[TensorPiece]) for each in packed]
         plans = plan_copies(offers, self._hosts)
         self._plan = plans[rank]
         generation = from_rank_0(lambda: secrets.token_hex(8))
@@ -285,7 +293,7 @@ class MemoryCopies:
         for packed in from_every_rank(msgspec.json.encode(own)):
             yield from msgspec.json.decode(packed, type=list[Copy])
 
-    def _plain_states(self, places: Mapping[Piece, list[Place]]) -> list[dict[str, Any]]:
+    def _plain_states(self, places: Mapping[TensorPiece, list[CopyPlace]]) -> list[dict[str, Any]]:
         """The plain states of all ranks that made the copy, in their order."""
         sent: dict[int, bytes] = {}
         for piece, each in places.items():
@@ -295,14 +303,14 @@ class MemoryCopies:
         states = [each for data in packed for each in msgspec.msgpack.decode(data, type=dict[int, bytes]).items()]
         return [from_bytes(data) for _, data in sorted(states)]
 
-    def _fill(self, parts: Mapping[str, StoredPart], places: Mapping[Piece, list[Place]]) -> None:
+    def _fill(self, parts: Mapping[str, StoredPart], places: Mapping[TensorPiece, list[CopyPlace]]) -> None:
         """Fill the parts of all ranks from the copies. Pieces that are only on other hosts are sent."""
         rank, host = self._trainer.rank, self._hosts[self._trainer.rank]
-        by_name: dict[str, list[Piece]] = {}
+        by_name: dict[str, list[TensorPiece]] = {}
         for piece in places:
             by_name.setdefault(piece.name, []).append(piece)
 
-        def needed() -> list[Piece]:
+        def needed() -> list[TensorPiece]:
             return [piece for name, part in parts.items() for piece in overlapping(part, by_name.get(name, []), name)]
 
         wanted = everywhere(WHERE, needed)
@@ -324,11 +332,11 @@ class MemoryCopies:
                 hand_over(data, sender, receivers)
                 fill(parts[piece.name], piece, data)
 
-    def _sender(self, places: list[Place]) -> int:
+    def _sender(self, places: list[CopyPlace]) -> int:
         """The rank that sends a piece to other hosts: the first rank of the first host that has the piece."""
         return self._hosts.index(min(place.host for place in places))
 
-    def _read(self, piece: Piece, places: list[Place]) -> Tensor:
+    def _read(self, piece: TensorPiece, places: list[CopyPlace]) -> Tensor:
         """The bytes of a piece that is on this host."""
         host = self._hosts[self._trainer.rank]
         place = next(place for place in places if place.host == host)

@@ -17,7 +17,7 @@ from meshwright.comm.groups import sum_over
 from meshwright.errors import LaunchError, LossScaleError
 from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.precision import LOSS_SCALE, Precision, is_scaled
-from meshwright.runtime.device import DeviceKind, Event, lacks
+from meshwright.runtime.device import DeviceEvent, DeviceKind, lacks
 from meshwright.torch_private import unscale_and_check, update_scale
 
 log = logging.getLogger("meshwright")
@@ -72,7 +72,7 @@ class LossScale:
         self._kind = kind
         self._scale = torch.full((), self.value, device=device)
         self._grown = torch.zeros((), dtype=torch.int32, device=device)
-        self._pending: tuple[Tensor, int, Event | None] | None = None
+        self._pending: tuple[Tensor, int, DeviceEvent | None] | None = None
 
     @property
     def on_device(self) -> bool:
@@ -93,24 +93,24 @@ class LossScale:
         if the update must be skipped, and the scale of the next step. What happened in the step before is noted now,
         as in ``note``."""
         assert self._kind is not None
-        found = self.unscaled(gradients, groups, loss).reshape(()).clamp_(max=1.0)
+        overflow = self.unscaled(gradients, groups, loss).reshape(()).clamp_(max=1.0)
         if self.dynamic:
-            update_scale(self._scale, self._grown, found, 2.0, 0.5, GROWTH_STEPS)
+            update_scale(self._scale, self._grown, overflow, 2.0, 0.5, GROWTH_STEPS)
             self._scale.clamp_(max=MOST_SCALE)
         self.settle(tells=tells)
-        host = self._kind.pinned(found)
-        host.copy_(found, non_blocking=True)
+        host = self._kind.pinned(overflow)
+        host.copy_(overflow, non_blocking=True)
         self._pending = host, step, self._kind.event()
-        return {"skipped": found.to(torch.int64)} | ({"loss_scale": self._scale.clone()} if self.dynamic else {})
+        return {"skipped": overflow.to(torch.int64)} | ({"loss_scale": self._scale.clone()} if self.dynamic else {})
 
     def settle(self, *, tells: bool = True) -> None:
         """Note the step that the device has run, if it was not noted yet."""
         if self._pending is None:
             return
-        (found, step, copied), self._pending = self._pending, None
+        (overflow, step, copied), self._pending = self._pending, None
         if copied is not None:
             copied.synchronize()
-        self.note(not bool(found), step, tells=tells)
+        self.note(not bool(overflow), step, tells=tells)
 
     def unscale(self, gradients: Sequence[Tensor], groups: Mapping[str, AxisGroup], loss: Tensor) -> bool:
         """Divide the gradients by the scale, in place. Return whether they and the loss are finite on every rank. All
@@ -127,8 +127,8 @@ class LossScale:
         alike: dict[torch.dtype, list[Tensor]] = {}
         for gradient in gradients:
             alike.setdefault(gradient.dtype, []).append(gradient)
-        for several in alike.values():
-            unscale_and_check(several, found_inf, inverse)
+        for values in alike.values():
+            unscale_and_check(values, found_inf, inverse)
         for axis in sorted(groups, key=lambda axis: axis == "pp"):  # last, because stages may have other axes
             found_inf = sum_over(found_inf, groups[axis])
         return found_inf

@@ -64,10 +64,10 @@ class Preemption:
     def __enter__(self) -> Self:
         self._is_main = threading.current_thread() is threading.main_thread()
         if self._is_main:
-            self._heard, self._told = socket.socketpair()
-            self._told.setblocking(False)
+            self._receiver, self._sender = socket.socketpair()
+            self._sender.setblocking(False)
             # The interpreter's C handler writes the number at once, even while the main thread waits in C++ code.
-            self._wakeup = signal.set_wakeup_fd(self._told.fileno(), warn_on_full_buffer=False)
+            self._wakeup = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
             self._before = {number: signal.signal(number, _noted) for number in WARNINGS}
             for number in WARNINGS:
                 signal.siginterrupt(number, False)
@@ -79,7 +79,7 @@ class Preemption:
             for number, handler in self._before.items():
                 signal.signal(number, self._without_repetitions(handler) if self._reason else handler)
             signal.set_wakeup_fd(self._wakeup)
-            self._told.send(b"\0")
+            self._sender.send(b"\0")
         if self._timer is not None:
             self._timer.cancel()
         if self._store is not None:
@@ -88,8 +88,8 @@ class Preemption:
         for thread in self._threads:
             thread.join(TOGETHER_S)  # the store may be gone, with a thread that waits for it
         if self._is_main:
-            self._heard.close()
-            self._told.close()
+            self._receiver.close()
+            self._sender.close()
         if error is not None and self._is_told:
             error.add_note(_TOLD)
 
@@ -171,7 +171,7 @@ class Preemption:
         """Wait for signals. Each comes as a byte, its number; 0 ends the thread."""
         warned_s = 0.0
         while True:
-            for number in self._heard.recv(64):
+            for number in self._receiver.recv(64):
                 if number == 0:
                     return
                 if number not in WARNINGS:

@@ -162,8 +162,8 @@ def _by_index(pool: list[Tensor]) -> Iterator[Probe]:
 def _update(count: int) -> Probe:
     """An update of parameters that are not in the caches, because other parameters were used in between."""
     size = count * ITEM_BYTES["float32"]
-    several = [torch.randn(count) for _ in range(2 * max(1, COLD_BYTES // (2 * size)))]
-    pairs = cycle(list(zip(several[::2], several[1::2], strict=True)))
+    vectors = [torch.randn(count) for _ in range(2 * max(1, COLD_BYTES // (2 * size)))]
+    pairs = cycle(list(zip(vectors[::2], vectors[1::2], strict=True)))
 
     def call() -> None:
         parameter, gradient = next(pairs)

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.comm.record import Operation, place
+from meshwright.comm.record import DeviceOperation, place
 from meshwright.ir.dry_run import Finding, FindingKind
 from meshwright.runtime.fake_operators import (
     BY_VALUES,
@@ -41,10 +41,10 @@ from meshwright.runtime.fake_operators import (
     written,
 )
 from meshwright.runtime.rehearsed_line import running_line
-from meshwright.runtime.rehearsed_memory import DeviceMemory, Pool
+from meshwright.runtime.rehearsed_memory import DeviceMemory, GraphPool
 from meshwright.runtime.rehearsed_work import Done, Mark
 from meshwright.runtime.unguarded import Unguarded
-from meshwright.schedules.rendezvous import Awaited, Message, Started, communicator
+from meshwright.schedules.rendezvous import Awaited, Message, StartedOperation, communicator
 from meshwright.torch_private import (
     EnableTorchFunction,
     FakeTensor,
@@ -64,7 +64,7 @@ _COPIES = (aten._to_copy.default, aten.copy_.default)
 
 
 @dataclass
-class _Found:
+class _CountedFinding:
     finding: Finding
     times: int = 1
 
@@ -76,9 +76,9 @@ class Rehearsal(TorchDispatchMode):
         super().__init__()
         self.rank, self._dtypes = rank, dtypes
         self.moment = SET_UP
-        self.stream: dict[str, list[Started | Awaited]] = {}
+        self.stream: dict[str, list[StartedOperation | Awaited]] = {}
         self.memory = DeviceMemory()
-        self._found: dict[tuple[str, ...], _Found] = {}
+        self._findings: dict[tuple[str, ...], _CountedFinding] = {}
         self._number = 0
         self._batch: list[Message] | None = None
         self._works: list[Work] = []
@@ -86,7 +86,7 @@ class Rehearsal(TorchDispatchMode):
         self._copies = False
         self._beside: list[int] | None = None  # what a stream for the ends of operations waits for
         self.marks: list[Mark] = []
-        self._captured: list[Started | Awaited] | None = None
+        self._captured: list[StartedOperation | Awaited] | None = None
         self._kernels = 0
         self.on_their_way: set[int] = set()  # storages that copies write, and for which kernels do not wait yet
         self.unfinished: dict[int, str] = {}  # storages that collectives write, and that nobody has waited for
@@ -102,7 +102,7 @@ class Rehearsal(TorchDispatchMode):
             Finding(
                 each.finding.kind, each.finding.what, each.finding.where, each.finding.moment, (self.rank,), each.times
             )
-            for each in self._found.values()
+            for each in self._findings.values()
         ]
 
     def note(self, kind: FindingKind, what: str, where: str = "") -> None:
@@ -111,10 +111,10 @@ class Rehearsal(TorchDispatchMode):
             return
         finding = Finding(kind, what, where or running_line(), self.moment, (self.rank,))
         key = (finding.kind, finding.what, finding.where, finding.moment)
-        if key in self._found:
-            self._found[key].times += 1
+        if key in self._findings:
+            self._findings[key].times += 1
         else:
-            self._found[key] = _Found(finding)
+            self._findings[key] = _CountedFinding(finding)
 
     def begin(self, moment: str) -> None:
         """Begin the next part of the run: its peak of memory is counted anew."""
@@ -157,7 +157,7 @@ class Rehearsal(TorchDispatchMode):
         if function in _COPIES:
             self._check_copy(function, args, kwargs)
         elif len(devices) > 1 and function.namespace in ("aten", "prims") and self._is_mixed(values):
-            self.note("mixed devices", f"{function}: {' and '.join(_told(value) for value in values)}")
+            self.note("mixed devices", f"{function}: {' and '.join(_tensor_text(value) for value in values)}")
             args, kwargs = pytree.tree_map_only(Tensor, lambda value: value.to(DEVICE), (args, kwargs))
         if DEVICE.type in devices and (names := written(function)) is not None:  # nothing is allocated
             given = dict(zip((each.name for each in function._schema.arguments), args, strict=False)) | kwargs
@@ -191,7 +191,7 @@ class Rehearsal(TorchDispatchMode):
         self.marks.append(Mark("copies" if self._copies else "kernels", self._number))
         return self.marks[-1]
 
-    def mark_end(self, lane: str, operations: Sequence[Operation]) -> Mark:
+    def mark_end(self, lane: str, operations: Sequence[DeviceOperation]) -> Mark:
         """Mark the end of operations on a stream of its own, which waits for them; the kernels do not."""
         self._beside = []
         for operation in operations:
@@ -201,7 +201,7 @@ class Rehearsal(TorchDispatchMode):
         return self.marks[-1]
 
     @contextmanager
-    def capturing(self, pool: Pool) -> Iterator[list[Started | Awaited]]:
+    def capturing(self, pool: GraphPool) -> Iterator[list[StartedOperation | Awaited]]:
         """Work that is started in this block is captured as a graph, with memory from a pool. Yields the operations of
         torch.distributed that the graph starts and awaits."""
         self._captured, self.memory.taken = [], pool
@@ -213,7 +213,7 @@ class Rehearsal(TorchDispatchMode):
     def _read(self, value: Tensor) -> Any:
         """A number that the host reads: a known constant, or a stand-in for what only the device knows."""
         if value.device.type == DEVICE.type:
-            self.note("wait", f"the host reads a value of {_told(value)}")
+            self.note("wait", f"the host reads a value of {_tensor_text(value)}")
         elif isinstance(value, FakeTensor) and value.constant is not None:
             return value.constant.item()
         elif not isinstance(value, FakeTensor):
@@ -249,7 +249,7 @@ class Rehearsal(TorchDispatchMode):
             return  # a number, which travels with the kernel
         if not (asynchronous and self._is_pinned(host)):
             way = "to the host" if target.type == "cpu" else "to the device, not asynchronously from pinned memory"
-            self.note("wait", f"a copy of {_told(source)} {way}")
+            self.note("wait", f"a copy of {_tensor_text(source)} {way}")
 
     def _is_pinned(self, value: Tensor) -> bool:
         return any(value.untyped_storage()._cdata == storage._cdata for storage in self.pinned)
@@ -270,7 +270,7 @@ class Rehearsal(TorchDispatchMode):
         value = pytree.tree_leaves(args[:position])[0]
         dtype, label = str(value.dtype).removeprefix("torch."), f"{name} {_moment(self.moment)}"
         if value.device.type != DEVICE.type and name != "barrier":
-            self.note("mixed devices", f"{name} of {_told(value)}")
+            self.note("mixed devices", f"{name} of {_tensor_text(value)}")
         if name in ("send", "recv"):
             if self._captured is not None:
                 self.note("error", f"{name} within a graph")
@@ -306,7 +306,7 @@ class Rehearsal(TorchDispatchMode):
 
     def _start(self, communicator: str, label: str, **what: Any) -> Any:
         number, before = self.number(), self._kernels
-        self.started(Started(number, communicator, label, **what))
+        self.started(StartedOperation(number, communicator, label, **what))
         return self._work(number, lambda: self.started(Awaited(number, self._kernels - before)))
 
     def number(self) -> int:
@@ -314,7 +314,7 @@ class Rehearsal(TorchDispatchMode):
         self._number += 1
         return self._number - 1
 
-    def started(self, entry: Started | Awaited) -> None:
+    def started(self, entry: StartedOperation | Awaited) -> None:
         """Note an operation of torch.distributed, or a wait for it, in the stream of this moment or in a graph."""
         stream = self.stream.setdefault(self.moment, []) if self._captured is None else self._captured
         stream.append(entry)
@@ -365,7 +365,7 @@ def _storage(value: Tensor) -> int:
     return int(value.untyped_storage()._cdata)
 
 
-def _told(value: Tensor) -> str:
+def _tensor_text(value: Tensor) -> str:
     return (
         f"{'x'.join(map(str, value.shape)) or 'one'} {str(value.dtype).removeprefix('torch.')} on {value.device.type}"
     )

@@ -6,9 +6,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from meshwright.runtime.cuda_graphs import Graph, Graphs
+from meshwright.runtime.cuda_graphs import Graphs, KernelGraph
 from meshwright.runtime.rehearsal import Rehearsal
-from meshwright.schedules.rendezvous import Awaited, Started
+from meshwright.schedules.rendezvous import Awaited, StartedOperation
 
 T = TypeVar("T")
 
@@ -28,12 +28,12 @@ class RehearsedGraphs(Graphs):
         """A new pool, whose bytes count as held."""
         return self._rehearsal.memory.pool()
 
-    def capture(self, work: Callable[[], T], pool: Any) -> tuple[Graph, T]:
+    def capture(self, work: Callable[[], T], pool: Any) -> tuple[KernelGraph, T]:
         """Run ``work``, and note what a device would refuse."""
         rehearsal = self._rehearsal
         with rehearsal.capturing(pool) as stream:
             result = work()
-        begun = {entry.number: entry for entry in stream if isinstance(entry, Started)}
+        begun = {entry.number: entry for entry in stream if isinstance(entry, StartedOperation)}
         for entry in stream:
             if isinstance(entry, Awaited) and begun.pop(entry.number, None) is None:
                 rehearsal.note("error", "a graph waits for a collective that began outside of it")
@@ -43,12 +43,12 @@ class RehearsedGraphs(Graphs):
 
 
 class _Rehearsed:
-    def __init__(self, rehearsal: Rehearsal, stream: list[Started | Awaited]) -> None:
+    def __init__(self, rehearsal: Rehearsal, stream: list[StartedOperation | Awaited]) -> None:
         self._rehearsal, self._stream = rehearsal, stream
 
     def replay(self) -> None:
         numbers: dict[int, int] = {}
         for entry in self._stream:
-            if isinstance(entry, Started):
+            if isinstance(entry, StartedOperation):
                 numbers[entry.number] = self._rehearsal.number()
             self._rehearsal.started(msgspec.structs.replace(entry, number=numbers.get(entry.number, entry.number)))

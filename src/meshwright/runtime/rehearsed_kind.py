@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwright.comm.record import Operation, Timeline
+from meshwright.comm.record import DeviceOperation, DeviceTimeline
 from meshwright.comm.symmetric_memory import rehearsed_groups
 from meshwright.ir.mesh import AxisGroup
 from meshwright.runtime.cuda_graphs import Graphs
-from meshwright.runtime.device import CopyStream, Event
+from meshwright.runtime.device import CopyStream, DeviceEvent
 from meshwright.runtime.fake_operators import DEVICE
 from meshwright.runtime.rehearsal import Rehearsal
 from meshwright.runtime.rehearsed_graphs import RehearsedGraphs
@@ -41,11 +41,11 @@ class RehearsedKind:
         self._rehearsal.pinned.add(host.untyped_storage())
         return host
 
-    def event(self) -> Event | None:
+    def event(self) -> DeviceEvent | None:
         """An event that knows in which step it was recorded."""
         return _Event(self._rehearsal, self._rehearsal.moment)
 
-    def timeline(self) -> Timeline | None:
+    def timeline(self) -> DeviceTimeline | None:
         """A clock that notes the order of marks, and that the rank may not read within a step."""
         return _Timeline(self._rehearsal)
 
@@ -80,7 +80,7 @@ class _Timeline:
     def mark(self) -> object:
         return self.rehearsal.mark()
 
-    def mark_end(self, lane: str, operations: Sequence[Operation]) -> object:
+    def mark_end(self, lane: str, operations: Sequence[DeviceOperation]) -> object:
         return self.rehearsal.mark_end(lane, operations)
 
     def times_s(self, marks: Sequence[object]) -> list[float]:

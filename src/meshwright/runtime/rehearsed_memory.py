@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 
-class Pool:
+class GraphPool:
     """Memory of graphs: the bytes that live now, and those that graphs keep, because they use them whenever they are
     launched."""
 
@@ -29,18 +29,18 @@ class DeviceMemory:
     usual: int = 0
     peak: int = 0
     known: dict[int, Any] = field(default_factory=dict)
-    taken: Pool | None = None
+    taken: GraphPool | None = None
     shared: dict[str, int] = field(default_factory=dict)
-    pools: "weakref.WeakSet[Pool]" = field(default_factory=weakref.WeakSet)
+    pools: "weakref.WeakSet[GraphPool]" = field(default_factory=weakref.WeakSet)
 
     @property
     def held(self) -> int:
         """The bytes that live now, those of pools, and those that are shared."""
         return self.usual + sum(pool.kept for pool in self.pools) + sum(self.shared.values())
 
-    def pool(self) -> Pool:
+    def pool(self) -> GraphPool:
         """A new pool."""
-        pool = Pool()
+        pool = GraphPool()
         self.pools.add(pool)
         return pool
 

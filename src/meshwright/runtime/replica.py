@@ -99,7 +99,7 @@ class FlatParameters:
                 parameter.grad = part.view_as(parameter)
 
 
-class Connection:
+class ReplicaConnection:
     """Connects a rank with the ranks of the same index in other replicas, and with servers."""
 
     def __init__(self, rule: Consistency, world: World, column: int, life: int) -> None:
@@ -149,7 +149,7 @@ class Replica:
     A rank that holds no first copy of a tensor exchanges a single number instead.
     """
 
-    def __init__(self, world: World, flat: FlatParameters, connection: Connection, make: Make | None) -> None:
+    def __init__(self, world: World, flat: FlatParameters, connection: ReplicaConnection, make: Make | None) -> None:
         self.world, self.number, self.flat, self.connection, self._make = world, world.replica, flat, connection, make
         self.snapshot: Snapshot | None = None
         self.hyperparameters: Callable[[], str] | None = None
@@ -311,23 +311,23 @@ def _waiting(what: str) -> Iterator[None]:
 # --- at the start ----------------------------------------------------------------------------------------------------
 
 
-def check_equal(store: dist.Store, world: World, column: int, said: dict[str, str]) -> None:
-    """Check that all replicas start with the same model, plan and weights. ``said`` describes those of this replica.
+def check_equal(store: dist.Store, world: World, column: int, facts: dict[str, str]) -> None:
+    """Check that all replicas start with the same model, plan and weights. ``facts`` describes those of this replica.
 
     Raises:
         RankError: a replica starts with something else. All replicas raise the error. This check is needed because
             unequal initial weights would spoil the training of all replicas silently.
         LostRankError: another replica does not answer.
     """
-    store.set(f"start/{column}/{world.replica}", json.dumps(said))
+    store.set(f"start/{column}/{world.replica}", json.dumps(facts))
     for replica in range(world.num_replicas):
         other = json.loads(awaited(store, f"start/{column}/{replica}", replica))
         _compare(json.loads(awaited(store, f"start/{column}/0", 0)), other, replica_name(replica))
 
 
-def check_like_first(store: dist.Store, world: World, column: int, said: dict[str, str]) -> None:
+def check_like_first(store: dist.Store, world: World, column: int, facts: dict[str, str]) -> None:
     """Check that this rank, which starts later or is a server, has the model, plan and weights with which replica 0
-    started, as far as ``said`` describes them.
+    started, as far as ``facts`` describes them.
 
     Raises:
         RankError: it has others.
@@ -335,7 +335,7 @@ def check_like_first(store: dist.Store, world: World, column: int, said: dict[st
     """
     first = json.loads(awaited(store, f"start/{column}/0", 0))
     where = replica_name(world.replica) if world.server < 0 else f"server {world.server}"
-    _compare({key: value for key, value in first.items() if key in said}, said, where)
+    _compare({key: value for key, value in first.items() if key in facts}, facts, where)
 
 
 def _left(replica: int) -> str:
@@ -366,10 +366,10 @@ def _compare(first: dict[str, str], other: dict[str, str], where: str) -> None:
 
 def digest(flats: list[Tensor]) -> str:
     """A hash of the bytes of tensors, as 16 hexadecimal digits."""
-    said = hashlib.blake2b(digest_size=8)
+    state = hashlib.blake2b(digest_size=8)
     for flat in flats:
-        said.update(flat.detach().cpu().contiguous().view(torch.uint8).numpy().data)
-    return said.hexdigest()
+        state.update(flat.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return state.hexdigest()
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

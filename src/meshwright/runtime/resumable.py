@@ -19,7 +19,7 @@ from meshwright.ir.amendment import Amendment, amended, base_of
 from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.plan import Plan
 from meshwright.runtime import checkpoint, chunk_files, codec_memory, manifest, optimizer_state
-from meshwright.runtime.agree import everywhere, same_path, told
+from meshwright.runtime.agree import convert_errors, everywhere, same_path
 from meshwright.runtime.checkpoint import Extra, Stateful
 from meshwright.runtime.codec_memory import CodecMemory
 from meshwright.runtime.interchange import Interchange, Path_
@@ -92,7 +92,7 @@ class Resumable(Interchange):
         place, parts, failed = place_of(path), dict[str, StoredPart](), None
         state: dict[str, Any] = {"loader": None, "extra": {}}
         try:
-            parts, state = told(f"{place}", lambda: self.contents(loader, extra))
+            parts, state = convert_errors(f"{place}", lambda: self.contents(loader, extra))
         except MeshwrightError as problem:
             failed = problem
         codecs = {name for name in parts if name.startswith("codec.")}  # copies already
@@ -192,12 +192,12 @@ class Resumable(Interchange):
         self.saver.wait()  # a failure was already logged, and does not concern the checkpoint that is loaded
         taker, extra = self._optimizer if optimizer else None, extra or {}
         path, where = same_path(path)
-        saved_manifest = from_rank_0(lambda: told(where, lambda: checkpoint.examined(self.parameters, path)))
+        saved_manifest = from_rank_0(lambda: convert_errors(where, lambda: checkpoint.examined(self.parameters, path)))
         directory = path / saved_manifest.data
         rank, num_ranks = self.rank, self.plan.mesh.world_size
         index = everywhere(where, lambda: chunk_files.verified(directory, saved_manifest, rank, num_ranks))
         read = (directory / TRAINER).read_bytes
-        state: dict[str, Any] = from_rank_0(lambda: told(where, lambda: from_bytes(read())))
+        state: dict[str, Any] = from_rank_0(lambda: convert_errors(where, lambda: from_bytes(read())))
         everywhere(where, lambda: checkpoint.check_state(where, self.parameters, taker, state, loader, extra))
         self.restore(
             state, lambda parts: everywhere(where, lambda: chunk_files.read_parts(directory, index, parts)),
@@ -257,7 +257,7 @@ class Resumable(Interchange):
         """
         directory, where = same_path(directory)
         damaged = []
-        names, written = from_rank_0(lambda: told(where, lambda: _steps_in(directory)))
+        names, written = from_rank_0(lambda: convert_errors(where, lambda: _steps_in(directory)))
         for name in names:
             try:
                 self.load(directory / name, loader=loader, extra=extra)

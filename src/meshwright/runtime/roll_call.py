@@ -39,7 +39,7 @@ LOOK_S = 0.05
 REMEDY = "give the same command again on every host: it goes on from the last checkpoint"
 
 
-class Host(msgspec.Struct, frozen=True):
+class LauncherHost(msgspec.Struct, frozen=True):
     """A launcher: the name of its host, and the number of its ranks."""
 
     name: str
@@ -95,7 +95,7 @@ class RollCall:
         self._beaten: Any = dist.PrefixStore(f"roll call/{meeting.name}", server.clone())  # type: ignore[attr-defined]
         self._lock = threading.Lock()
         self._number = 0 if self._leads else int(self._store.add("count", 1))
-        self._store.set(f"host/{self._number}", _text(Host(socket.gethostname(), num_ranks)))
+        self._store.set(f"host/{self._number}", _text(LauncherHost(socket.gethostname(), num_ranks)))
         self._members: tuple[int, ...] = ()
         self._beats: dict[int, tuple[int, float]] = {}
         self._begun_s, self._grow_s = time.monotonic(), GROW_S
@@ -128,18 +128,18 @@ class RollCall:
         if self._leads and self.attempt == 0:
             self._publish(Attempt(tuple(self._all_come()[: self._meeting.num_hosts])))
         while True:
-            said = self._next()
-            if said.over:
-                if said.over == COMPLETE:
+            attempt = self._next()
+            if attempt.over:
+                if attempt.over == COMPLETE:
                     raise SystemExit(0)
-                raise FailedRankError(said.over, remedy=REMEDY)
-            if self._number in said.hosts:
+                raise FailedRankError(attempt.over, remedy=REMEDY)
+            if self._number in attempt.hosts:
                 self.ask.clear()
                 self.kill.clear()
                 self._begun_s = time.monotonic()
-                self._members = said.hosts
+                self._members = attempt.hosts
                 met = self._meeting.again(self.attempt)
-                met = msgspec.structs.replace(met, num_hosts=len(said.hosts), is_kept=True)
+                met = msgspec.structs.replace(met, num_hosts=len(attempt.hosts), is_kept=True)
                 return met if self.attempt == 1 else msgspec.structs.replace(met, timeout_s=MEET_AGAIN_S)
 
     def end(
@@ -159,14 +159,14 @@ class RollCall:
                 meeting_point.called_off(self._server, self._meeting.again(self.attempt).name)
         if self._leads:
             return self._decide(members, error, again, tidy)
-        said = self._next(look=True)
-        if not said.over:
+        following = self._next(look=True)
+        if not following.over:
             return False
-        if error is None and said.over == COMPLETE:
+        if error is None and following.over == COMPLETE:
             return True
         if error is not None and not is_lost and not isinstance(error, LostRankError):
             raise error
-        raise FailedRankError(said.over, remedy=REMEDY) from error
+        raise FailedRankError(following.over, remedy=REMEDY) from error
 
     def _decide(
         self,
@@ -178,8 +178,8 @@ class RollCall:
         regroups = self.ask.is_set()
         if error is not None:
             self._set("stop", f"{self.attempt}")
-        every = self._await_ends(members)
-        failed = [(number, ended) for number, ended in every.items() if ended.problem]
+        ends = self._await_ends(members)
+        failed = [(number, ended) for number, ended in ends.items() if ended.problem]
         mistake = next((each for each in failed if each[1].is_final), None)
         if mistake is not None and not regroups:
             self._publish(Attempt(over=mistake[1].problem))
@@ -225,10 +225,10 @@ class RollCall:
             time.sleep(LOOK_S)
         if not look:
             self.attempt = following
-        found = msgspec.json.decode(self._get(f"attempt/{following}"), type=Attempt)
-        if found.over:
+        attempt = msgspec.json.decode(self._get(f"attempt/{following}"), type=Attempt)
+        if attempt.over:
             self._set(f"bye/{self._number}", "")
-        return found
+        return attempt
 
     # --- what the first host knows -----------------------------------------------------------------------------------
 
@@ -247,18 +247,18 @@ class RollCall:
 
     def _await_ends(self, members: Sequence[int]) -> dict[int, Ended]:
         """Wait until the ranks of all members have ended; a lost host counts as ended."""
-        found: dict[int, Ended] = {}
-        while len(found) < len(members):
+        ended: dict[int, Ended] = {}
+        while len(ended) < len(members):
             living = self._living()
             for number in members:
                 key = f"ended/{self.attempt}/{number}"
-                if number not in found and self._has(key):
-                    found[number] = msgspec.json.decode(self._get(key), type=Ended)
-                elif number not in found and number not in living:
+                if number not in ended and self._has(key):
+                    ended[number] = msgspec.json.decode(self._get(key), type=Ended)
+                elif number not in ended and number not in living:
                     problem = f"no sign of life of this host for {SILENT_S:g} s"
-                    found[number] = Ended(problem, doing="while others trained")
+                    ended[number] = Ended(problem, doing="while others trained")
             time.sleep(LOOK_S)
-        return found
+        return ended
 
     def _living(self) -> list[int]:
         """The hosts that show signs of life, this one first."""
@@ -282,8 +282,8 @@ class RollCall:
                 return tuple(living[:count])
         raise LaunchError(f"the run cannot use the ranks of {len(living)} hosts", where="nodes", remedy=REMEDY)
 
-    def _host(self, number: int) -> Host:
-        return msgspec.json.decode(self._get(f"host/{number}"), type=Host)
+    def _host(self, number: int) -> LauncherHost:
+        return msgspec.json.decode(self._get(f"host/{number}"), type=LauncherHost)
 
     def _as_error(self, number: int, ended: Ended) -> RankError:
         where = ended.where or (self._host(number).name if number else "")

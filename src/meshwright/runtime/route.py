@@ -22,12 +22,12 @@ class Route:
     """The messages by which this rank sends or receives a tensor that crosses between two stages.
 
     Each of ``messages`` is (peer rank, box of this rank's part). Receiving ranks that hold the same part may receive
-    only boxes of it, and then exchange these boxes: this rank sends its box ``mine`` to the peers in ``others`` and
+    only boxes of it, and then exchange these boxes: this rank sends its box ``own_box`` to the peers in ``others`` and
     receives their boxes. Each of ``others`` is (peer rank, box that the peer sends). A box that is None is not sent.
     """
 
     messages: tuple[tuple[int, Place], ...]
-    mine: Place | None = None
+    own_box: Place | None = None
     others: tuple[tuple[int, Place | None], ...] = ()
 
     @property

@@ -193,8 +193,8 @@ class SafetensorsSource:
 
 def _weight_map(path: Path) -> dict[str, str]:
     try:
-        found = json.loads(path.read_bytes())["weight_map"]
-        return {str(name): str(file) for name, file in found.items()}
+        files_by_name = json.loads(path.read_bytes())["weight_map"]
+        return {str(name): str(file) for name, file in files_by_name.items()}
     except (ValueError, KeyError, TypeError, AttributeError):
         remedy = "download or copy it again"
         raise CheckpointError("is no index of safetensors files", where=f"{path}", remedy=remedy) from None

@@ -29,7 +29,7 @@ from meshwright.comm.member import attend
 from meshwright.consistency.packing import from_bytes, to_bytes
 from meshwright.errors import CheckpointError, DiskError, MeshwrightError
 from meshwright.runtime import manifest
-from meshwright.runtime.agree import differing, told
+from meshwright.runtime.agree import convert_errors, differing
 from meshwright.runtime.checkpoint import plain
 from meshwright.runtime.chunk_index import IndexedTensor, joined, small_files
 from meshwright.runtime.device import CopyStream, DeviceKind
@@ -130,10 +130,10 @@ class Save:
         try:
             if self.failed is not None:
                 raise self.failed
-            packed = told(where, lambda: to_bytes(self._plain(self.state())))
+            packed = convert_errors(where, lambda: to_bytes(self._plain(self.state())))
             self.share.complete()
             self.share.release()
-            told(where, lambda: manifest.begin(self.path, self.share.num_bytes + len(packed) + OTHER_BYTES))
+            convert_errors(where, lambda: manifest.begin(self.path, self.share.num_bytes + len(packed) + OTHER_BYTES))
         except MeshwrightError as error:
             return packed, SaveReport(where, self.position, error=error)
         own_state = packed if self.join is not None else b""
@@ -141,11 +141,11 @@ class Save:
         def write() -> SaveReport:
             tensors = self.share.write(directory)
             names = {chunk.file for tensor in tensors.values() for chunk in tensor.chunks}
-            found = {name: SavedFile(num_bytes=(directory / name).stat().st_size) for name in sorted(names)}
-            return SaveReport(where, self.position, tensors, found, own_state)
+            files = {name: SavedFile(num_bytes=(directory / name).stat().st_size) for name in sorted(names)}
+            return SaveReport(where, self.position, tensors, files, own_state)
 
         try:
-            return packed, told(f"{directory}", write)
+            return packed, convert_errors(f"{directory}", write)
         except NotFiniteError as error:
             return packed, SaveReport(where, self.position, error=error)
         except MeshwrightError as error:
@@ -181,7 +181,7 @@ class Save:
             problem = differing("the loader's position", [report.position for report in reports], f"{self.path}")
             if problem is not None:
                 raise problem
-            told(f"{self.path}", lambda: self._commit(packed, reports))
+            convert_errors(f"{self.path}", lambda: self._commit(packed, reports))
         except DiskError as error:
             manifest.abandon(self.path, self.data)  # first, so that their space counts as free
             return manifest.no_room(self.path, self.share.num_bytes + len(packed) + OTHER_BYTES) or error
@@ -297,7 +297,7 @@ class Saver:
     def _run(self, save: Save) -> None:
         try:
             try:
-                failed = told(f"{save.path}", save.run)
+                failed = convert_errors(f"{save.path}", save.run)
             except MeshwrightError as error:
                 failed = error
             if failed is not None:

@@ -115,22 +115,22 @@ def to_host(state: Mapping[str, Any], kind: DeviceKind, copies: CopyStream | Non
     dtype are copied at once, so that the host waits for none of them."""
     if copies is None:
         return state
-    found: dict[torch.dtype, list[Tensor]] = {}
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
 
     def note(value: Tensor) -> Tensor:
-        found.setdefault(value.dtype, []).append(value)
+        by_dtype.setdefault(value.dtype, []).append(value)
         return value
 
     _mapped(state, note, kind)
     hosts: dict[torch.dtype, Tensor] = {}
     copies.wait_for_kernels()
     with within(copies):
-        for dtype, values in found.items():
+        for dtype, values in by_dtype.items():
             joined = torch.cat([value.detach().reshape(-1) for value in values])
             hosts[dtype] = kind.pinned(torch.empty(joined.shape, dtype=dtype, device="meta"))
             hosts[dtype].copy_(joined, non_blocking=True)
             copies.keep(joined)
-    taken = dict.fromkeys(found, 0)
+    taken = dict.fromkeys(by_dtype, 0)
 
     def copy_of(value: Tensor) -> Tensor:
         begin = taken[value.dtype]

@@ -38,10 +38,10 @@ class Signals:
         self._warned_s, self._stop = 0.0, 0
         self._done = threading.Event()
         self._others = set(multiprocessing.active_children())
-        self._mine = threading.current_thread() is threading.main_thread()
+        self._in_main_thread = threading.current_thread() is threading.main_thread()
 
     def __enter__(self) -> Self:
-        if self._mine:
+        if self._in_main_thread:
             _start_resource_tracker()
             self._before = {number: signal.signal(number, self._note) for number in self.HANDLED}
             self._thread = threading.Thread(target=self._watch, name="stops ranks", daemon=True)
@@ -51,7 +51,7 @@ class Signals:
 
     def __exit__(self, *_: object) -> None:
         self._done.set()
-        if self._mine:
+        if self._in_main_thread:
             self._thread.join()
             for number, handler in self._before.items():
                 signal.signal(number, handler)

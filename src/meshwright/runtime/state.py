@@ -62,8 +62,8 @@ class LocalParameters:
         if groups:
             with torch.no_grad():
                 given = {name: value for name, value in (callers | buffers).items() if name not in unset}
-                every = [value for value in given.values() if not value.is_meta]
-                broadcast_tensors(every, device)
+                values_here = [value for value in given.values() if not value.is_meta]
+                broadcast_tensors(values_here, device)
         for name in graph.parameters:
             parameter = callers[name]
             if parameter.is_meta or self._take(name, parameter, parts):

@@ -60,8 +60,8 @@ def groups_of(plan: Plan, rank: int, device: torch.device) -> dict[str, AxisGrou
 
 def _algorithm_problems(plan: Plan, device: torch.device) -> Iterator[Problem]:
     """Meshwright's own collectives and MPI's carry tensors of the host."""
-    every = [plan.algorithms] if not plan.uneven else map(plan.algorithms_of, range(plan.mesh.num_stages))
-    for axis, algorithm in (item for algorithms in every for item in algorithms.items()):
+    algorithm_tables = [plan.algorithms] if not plan.uneven else map(plan.algorithms_of, range(plan.mesh.num_stages))
+    for axis, algorithm in (item for algorithms in algorithm_tables for item in algorithms.items()):
         if device.type != "cpu" and names(algorithm) != {NATIVE}:
             yield (
                 f"plan: axis {axis}",
@@ -183,8 +183,8 @@ class Step:
         if not (plan.uneven or receivers):
             whole = tuple(slice(0, size) for size in payload.value.shape)
             return Route(((self._linked(places.rank_of(near))[0], whole),))
-        first, here = (plan.mesh.stage_ranks(places.rank_of(each)).start for each in (near, stage))
-        own_rank, placed = self._rank - here, payload.placements
+        first, own_first = (plan.mesh.stage_ranks(places.rank_of(each)).start for each in (near, stage))
+        own_rank, placed = self._rank - own_first, payload.placements
         beside = batch_border(self._graph, payload.tensor, plan.sizes(near)) if plan.uneven else placed
         own_end, near_end = (placed, plan.submesh(stage).sizes), (beside, plan.submesh(near).sizes)
         source, target = (own_end, near_end) if sends else (near_end, own_end)
@@ -200,7 +200,7 @@ class Step:
         boxes = {
             rank: _place(box) if box is not None else None for rank, box in zip(gather.ranks, gather.boxes, strict=True)
         }
-        others = tuple((here + rank, box) for rank, box in boxes.items() if rank != own_rank)
+        others = tuple((own_first + rank, box) for rank, box in boxes.items() if rank != own_rank)
         return Route(messages, boxes[own_rank], others)
 
     def _linked(self, stage: int) -> tuple[int, ...]:

@@ -280,8 +280,8 @@ class Trainer(Stepwise):
             inputs |= self.loss_scale.inputs
         self._note("data", begun)
         # each replica, and each loss of a step, draws different dropout masks
-        several = (self._num_losses,) if self._num_losses else ()
-        own = several if self.replica is None else (self.replica.number,)
+        numbers = (self._num_losses,) if self._num_losses else ()
+        own = numbers if self.replica is None else (self.replica.number,)
         return step.run(
             self.parameters.values(), self.parameters.named_buffers, inputs,
             lambda microbatch: key_of(microbatch, self.seed, self.step_number, *own),

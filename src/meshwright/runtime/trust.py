@@ -30,8 +30,8 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 def token(store: dist.Store) -> str:
     """The token of this job: that of the environment, or a random one that its processes agree on in a store."""
-    given = launch.environment().get(TOKEN, "")
-    return given or store.compare_set(TOKEN, "", secrets.token_hex(16)).decode()
+    launched = launch.environment().get(TOKEN, "")
+    return launched or store.compare_set(TOKEN, "", secrets.token_hex(16)).decode()
 
 
 def launched_token() -> str:
@@ -40,16 +40,16 @@ def launched_token() -> str:
     Raises:
         LaunchError: there is none.
     """
-    given = launch.environment().get(TOKEN, "")
-    if not given:
+    launched = launch.environment().get(TOKEN, "")
+    if not launched:
         raise LaunchError("is not set", where=f"environment variable {TOKEN}", remedy="start the job with meshwright")
-    return given
+    return launched
 
 
 def with_token(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables, with a new random token if they have none."""
-    given = environment.get(TOKEN, "") or secrets.token_hex(16)
-    return {**environment, TOKEN: given}
+    launched = environment.get(TOKEN, "") or secrets.token_hex(16)
+    return {**environment, TOKEN: launched}
 
 
 def passed_on() -> dict[str, str]:

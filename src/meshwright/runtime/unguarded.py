@@ -46,10 +46,10 @@ def _setitem(value: Tensor, index: Any, new: Any) -> None:
 def _viewed(value: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None]]:
     """The view that the numbers, slices and None of an index select, and its tensors by dim (empty: none)."""
     places = list(index) if isinstance(index, tuple) else [index]
-    given = sum(_num_dims(place) for place in places)
+    num_given = sum(_num_dims(place) for place in places)
     for position, place in enumerate(places):
         if isinstance(place, EllipsisType):
-            places[position : position + 1] = [slice(None)] * (value.dim() - given)
+            places[position : position + 1] = [slice(None)] * (value.dim() - num_given)
             break
     indices: list[Tensor | None] = []
     dim = 0

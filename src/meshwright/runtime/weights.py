@@ -98,7 +98,7 @@ def named_in(model: nn.Module, graph: Graph, source: WeightSource, where: str, *
     for alias, first in graph.tied.items():
         aliases[first].append(alias)
     renamed = max(_renamings(model), key=lambda rename: sum(rename(name) in shapes for name in aliases))
-    found: dict[str, str] = {}
+    source_names: dict[str, str] = {}
     for name, known in aliases.items():
         there = next((renamed(alias) for alias in known if renamed(alias) in shapes), None)
         if there is not None:
@@ -109,14 +109,14 @@ def named_in(model: nn.Module, graph: Graph, source: WeightSource, where: str, *
                     where=where,
                     remedy="build the model with the config of these weights",
                 )
-            found[name] = there
+            source_names[name] = there
     persistent = {graph.tied.get(name, name) for name in model.state_dict()}
-    missing = [name for name in aliases if name in persistent and name not in found]
-    if missing and (strict or not found):
+    missing = [name for name in aliases if name in persistent and name not in source_names]
+    if missing and (strict or not source_names):
         near = files.did_you_mean(missing[0], shapes, "give the weights of this model, or strict=False")
         problem = f"there is no tensor {missing[0]}, nor {len(missing) - 1} others of {len(persistent)}"
         raise CheckpointError(problem, where=where, remedy=near)
-    return found
+    return source_names
 
 
 def _renamings(model: nn.Module) -> list[Callable[[str], str]]:

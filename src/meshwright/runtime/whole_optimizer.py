@@ -25,7 +25,7 @@ def full_optimizer_state(parameters: LocalParameters, optimizer: Optimizer, *, a
     groups; in a pipeline, in the order of the model. Ranks other than rank 0 get an empty dict, unless ``all_ranks``.
     Tensors are gathered one after the other. Every rank must call it."""
     kept = _of_all_stages(parameters, optimizer)
-    here = all_ranks or not dist.is_initialized() or dist.get_rank() == 0
+    gathers_here = all_ranks or not dist.is_initialized() or dist.get_rank() == 0
     states: dict[int, dict[str, Any]] = {}
     names = [name for group in kept["groups"] for name in group["parameters"]]
     for number, name in enumerate(names):
@@ -35,11 +35,11 @@ def full_optimizer_state(parameters: LocalParameters, optimizer: Optimizer, *, a
         for key, dtype in kept["states"][name]["tensors"].items():
             part = optimizer.state[own][key].detach() if own is not None else None
             whole = parameters.whole(name, part, dtype)
-            if here:
+            if gathers_here:
                 state[key] = whole.cpu()
             del whole
         states[number] = state
-    if not here:
+    if not gathers_here:
         return {}
     groups, first = [], 0
     for saved, group in zip(kept["groups"], optimizer.param_groups, strict=True):
@@ -94,13 +94,13 @@ def _by_name(
 ) -> dict[str, Any]:
     """Return a ``state_dict`` in the form of ``optimizer_state``, without the tensors of parameters."""
     where = "state dict of the optimizer"
-    given = state.get("param_groups")
-    if given is None or "state" not in state:
+    saved_groups = state.get("param_groups")
+    if saved_groups is None or "state" not in state:
         raise CheckpointError("it has no 'state' and 'param_groups'", where=where, remedy=_REMEDY)
-    sizes, here = [len(group["params"]) for group in given], [len(group) for group in groups]
-    if sizes != here:
+    sizes, own_sizes = [len(group["params"]) for group in saved_groups], [len(group) for group in groups]
+    if sizes != own_sizes:
         raise CheckpointError(
-            f"its groups have {sizes} parameters, this trainer's optimizer has groups of {here}",
+            f"its groups have {sizes} parameters, this trainer's optimizer has groups of {own_sizes}",
             where=where,
             remedy=_REMEDY,
         )
@@ -124,7 +124,7 @@ def _by_name(
         if tensors or values:
             states[name] = {"tensors": tensors, "values": values}
     kinds = ("params", "param_names", *HOW_IT_COMPUTES)
-    options = [{key: value for key, value in group.items() if key not in kinds} for group in given]
+    options = [{key: value for key, value in group.items() if key not in kinds} for group in saved_groups]
     return {
         "name": kind_of(optimizer),
         "groups": [{"parameters": own, "options": each} for own, each in zip(groups, options, strict=True)],

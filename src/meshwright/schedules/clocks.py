@@ -21,14 +21,14 @@ from meshwright.ir.consistency import (
 from meshwright.schedules.mixing import incoming
 
 
-def awaited(rule: Consistency, members: Sequence[int], mine: int, clock: int) -> tuple[int, ...]:
-    """The replicas whose clocks decide when replica ``mine`` may begin the step after its clock. ``members``: the
+def awaited(rule: Consistency, members: Sequence[int], replica: int, clock: int) -> tuple[int, ...]:
+    """The replicas whose clocks decide when ``replica`` may begin the step after its clock. ``members``: the
     replicas that are alive."""
     if isinstance(rule, Ensemble):
         return ()
     if isinstance(rule, Gossip):
-        return tuple(peer for peer in incoming(rule, members, mine, clock - 1) if peer != mine) if clock else ()
-    return tuple(peer for peer in members if peer != mine)
+        return tuple(peer for peer in incoming(rule, members, replica, clock - 1) if peer != replica) if clock else ()
+    return tuple(peer for peer in members if peer != replica)
 
 
 def least_clock(rule: Consistency, clock: int) -> int:
@@ -50,20 +50,20 @@ def least_clock(rule: Consistency, clock: int) -> int:
             return 0
 
 
-def may_proceed(rule: Consistency, clocks: Mapping[int, int], mine: int) -> bool:
-    """Whether replica ``mine`` may begin its next step. ``clocks`` maps all replicas that are alive, including
-    ``mine``, to their clocks.
+def may_proceed(rule: Consistency, clocks: Mapping[int, int], replica: int) -> bool:
+    """Whether ``replica`` may begin its next step. ``clocks`` maps all replicas that are alive, including
+    ``replica``, to their clocks.
 
     This function is the whole rule about time. Stale synchronous parallel with bound s lets a replica be s steps ahead
     of the slowest. Local SGD lets it continue within ``every`` steps. A partial collective needs the first ``least``
     replicas."""
-    clock = clocks[mine]
+    clock = clocks[replica]
     wanted = least_clock(rule, clock)
     if wanted <= 0:
         return True
     if isinstance(rule, Partial):
         return sum(other >= wanted for other in clocks.values()) >= rule.least(len(clocks))
-    return all(clocks[peer] >= wanted for peer in awaited(rule, sorted(clocks), mine, clock))
+    return all(clocks[peer] >= wanted for peer in awaited(rule, sorted(clocks), replica, clock))
 
 
 def fragment_due(rule: DiLoCo, clock: int) -> int | None:
@@ -74,7 +74,7 @@ def fragment_due(rule: DiLoCo, clock: int) -> int | None:
     return (clock // part - 1) % rule.fragments
 
 
-def staleness(clocks: Mapping[int, int], mine: int) -> int:
-    """The number of steps by which the slowest replica is behind replica ``mine``; 0 if replica ``mine`` is the
+def staleness(clocks: Mapping[int, int], replica: int) -> int:
+    """The number of steps by which the slowest replica is behind ``replica``; 0 if ``replica`` is the
     slowest."""
-    return clocks[mine] - min(clocks.values())
+    return clocks[replica] - min(clocks.values())

@@ -37,7 +37,7 @@ def most_in_flight(num_ranks: int) -> int:
     return 2 * num_ranks
 
 
-class Progress(NamedTuple):
+class RankProgress(NamedTuple):
     """The progress of a rank in a step. ``activations`` is the number of micro-batches that have arrived from the
     previous stage, and ``gradients`` the number that have arrived from the next stage. ``forwards`` and ``backwards``
     are the numbers that have run. At most ``limit`` may be between their forward and the end of their backward."""
@@ -69,20 +69,20 @@ class Progress(NamedTuple):
             return self.stage < self.num_stages - 1 and self.gradients == self.backwards
         return self.stage > 0 and self.activations == self.forwards
 
-    def after(self, action: Action) -> "Progress":
+    def after(self, action: Action) -> "RankProgress":
         """The progress after an action has run."""
         if action.kind is B:
             return self._replace(backwards=self.backwards + 1)
         return self._replace(forwards=self.forwards + 1)
 
-    def received(self, kind: ActionKind) -> "Progress":
+    def received(self, kind: ActionKind) -> "RankProgress":
         """The progress after another message for a forward (or backward) has arrived."""
         if kind is B:
             return self._replace(gradients=self.gradients + 1)
         return self._replace(activations=self.activations + 1)
 
 
-def next_action(progress: Progress) -> Action | None:
+def next_action(progress: RankProgress) -> Action | None:
     """The next forward or backward of a rank. None: the rank has nothing to run until a message arrives, or has
     finished."""
     for kind, number in ((B, progress.backwards), (F, progress.forwards)):
@@ -100,7 +100,7 @@ def ordered(
 ) -> list[list[Action]]:
     """For each rank, its forwards and backwards in running order, if each takes ``seconds``. A result reaches the next
     rank after ``delay`` seconds. Results of the same rank arrive in order."""
-    progress = [Progress(rank, num_ranks, num_microbatches, limit) for rank in range(num_ranks)]
+    progress = [RankProgress(rank, num_ranks, num_microbatches, limit) for rank in range(num_ranks)]
     ranks: list[list[Action]] = [[] for _ in progress]
     busy = [False] * num_ranks
     arrived: dict[tuple[int, ActionKind], float] = {}
@@ -127,8 +127,10 @@ def ordered(
             heapq.heappush(events, (end, next(numbers), rank, None))
             target = rank + 1 if action.kind is F else rank - 1
             if 0 <= target < num_ranks:
-                came = arrived[target, action.kind] = max(end + delay(action), arrived.get((target, action.kind), 0.0))
-                heapq.heappush(events, (came, next(numbers), target, action.kind))
+                arrival = arrived[target, action.kind] = max(
+                    end + delay(action), arrived.get((target, action.kind), 0.0)
+                )
+                heapq.heappush(events, (arrival, next(numbers), target, action.kind))
     return ranks
 
 

@@ -16,13 +16,13 @@ from meshwright.ir.consistency import Gossip
 NEAR = 1e-9
 
 
-def outgoing(rule: Gossip, members: Sequence[int], mine: int, step: int) -> tuple[int, ...]:
-    """The replicas to which replica ``mine`` sends its state in a step, except itself. ``members``: the replicas that
+def outgoing(rule: Gossip, members: Sequence[int], replica: int, step: int) -> tuple[int, ...]:
+    """The replicas to which ``replica`` sends its state in a step, except itself. ``members``: the replicas that
     are alive, in rising order."""
     if rule.topology == "edges":
         ends = [(a, b) for a, b, _ in rule.edges] + [(b, a) for a, b, _ in rule.edges]
-        return tuple(sorted({b for a, b in ends if a == mine and b in members}))
-    at, count = members.index(mine), len(members)
+        return tuple(sorted({b for a, b in ends if a == replica and b in members}))
+    at, count = members.index(replica), len(members)
     if rule.topology == "torus":
         near = _torus(at, count)
     else:
@@ -30,27 +30,27 @@ def outgoing(rule: Gossip, members: Sequence[int], mine: int, step: int) -> tupl
     return tuple(dict.fromkeys(members[index] for index in near if index != at))
 
 
-def incoming(rule: Gossip, members: Sequence[int], mine: int, step: int) -> tuple[int, ...]:
-    """The replicas that send their state to replica ``mine`` in a step, except itself, in rising order."""
-    return tuple(peer for peer in members if peer != mine and mine in outgoing(rule, members, peer, step))
+def incoming(rule: Gossip, members: Sequence[int], replica: int, step: int) -> tuple[int, ...]:
+    """The replicas that send their state to ``replica`` in a step, except itself, in rising order."""
+    return tuple(peer for peer in members if peer != replica and replica in outgoing(rule, members, peer, step))
 
 
-def weights(rule: Gossip, members: Sequence[int], mine: int, step: int) -> dict[int, float]:
-    """Row ``mine`` of the matrix: the weight of each replica's state in the new state of ``mine``, in rising order of
+def weights(rule: Gossip, members: Sequence[int], replica: int, step: int) -> dict[int, float]:
+    """A row of the matrix: the weight of each replica's state in the new state of ``replica``, in rising order of
     replicas."""
-    peers = incoming(rule, members, mine, step)
+    peers = incoming(rule, members, replica, step)
     if rule.topology in ("torus", "edges"):
-        row = {peer: _pair_weight(rule, members, mine, peer, step) for peer in peers}
+        row = {peer: _pair_weight(rule, members, replica, peer, step) for peer in peers}
     else:  # every member has the same number of neighbours
         row = dict.fromkeys(peers, 1 / (1 + len(peers)))
-    row[mine] = 1 - math.fsum(row.values())
+    row[replica] = 1 - math.fsum(row.values())
     return dict(sorted(row.items()))
 
 
-def push_weight(rule: Gossip, members: Sequence[int], mine: int, step: int) -> float:
-    """The fraction of its state and of its push-sum weight that replica ``mine`` sends to each peer. It keeps the same
+def push_weight(rule: Gossip, members: Sequence[int], replica: int, step: int) -> float:
+    """The fraction of its state and of its push-sum weight that ``replica`` sends to each peer. It keeps the same
     fraction."""
-    return 1 / (1 + len(outgoing(rule, members, mine, step)))
+    return 1 / (1 + len(outgoing(rule, members, replica, step)))
 
 
 def matrix(rule: Gossip, num_members: int, step: int) -> list[list[float]]:
@@ -122,12 +122,12 @@ def _torus(at: int, count: int) -> list[int]:
     ]
 
 
-def _pair_weight(rule: Gossip, members: Sequence[int], mine: int, peer: int, step: int) -> float:
+def _pair_weight(rule: Gossip, members: Sequence[int], replica: int, peer: int, step: int) -> float:
     """The weight of an undirected pair. Without a given weight, it is Metropolis' weight 1 / (1 + the larger number of
     neighbours), with which the matrix is symmetric and doubly stochastic."""
-    given = next((weight for a, b, weight in rule.edges if {a, b} == {mine, peer}), 0.0)
+    edge_weight = next((weight for a, b, weight in rule.edges if {a, b} == {replica, peer}), 0.0)
     if rule.edges:  # edges to dead replicas count too; without them, rows could have sums above 1
-        degrees = [sum(each in pair[:2] for pair in rule.edges) for each in (mine, peer)]
+        degrees = [sum(each in pair[:2] for pair in rule.edges) for each in (replica, peer)]
     else:
-        degrees = [len(outgoing(rule, members, each, step)) for each in (mine, peer)]
-    return given or 1 / (1 + max(degrees))
+        degrees = [len(outgoing(rule, members, each, step)) for each in (replica, peer)]
+    return edge_weight or 1 / (1 + max(degrees))

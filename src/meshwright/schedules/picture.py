@@ -36,9 +36,9 @@ def timeline(schedule: Schedule, times: tuple[Times, ...], *, whole: bool = True
             [(action, start, min(end, last)) for action, start, end in row if start < last]
             for row in computing[:MOST_RANKS]
         ]
-    several = any(len({action.stage for action, _, _ in row}) > 1 for row in computing)
+    names_stages = any(len({action.stage for action, _, _ in row}) > 1 for row in computing)
     texts = {
-        action: str(action) if several else f"{action.kind.value}{action.microbatch}"
+        action: str(action) if names_stages else f"{action.kind.value}{action.microbatch}"
         for row in computing
         for action, _, _ in row
     }

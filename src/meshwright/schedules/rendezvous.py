@@ -31,7 +31,7 @@ class Message(msgspec.Struct, frozen=True):
     elements: int = 0
 
 
-class Started(msgspec.Struct, frozen=True):
+class StartedOperation(msgspec.Struct, frozen=True):
     """An operation that a rank starts. ``number`` is its number on this rank. ``communicator`` names the communicator,
     equal on all its ranks. It has ``messages``; or it is a collective of ``ranks``, equal on all of them in ``kind``,
     ``dtype`` and ``elements``. ``label`` names it in findings."""
@@ -59,7 +59,7 @@ class Awaited(msgspec.Struct, frozen=True):
     kernels: int = 0
 
 
-Stream = Sequence[Started | Awaited]
+Stream = Sequence[StartedOperation | Awaited]
 """The operations and waits of one rank, in order."""
 
 
@@ -77,11 +77,11 @@ class Unmatched(msgspec.Struct, frozen=True):
 class _Rank:
     stream: Stream
     at: int = 0
-    running: dict[str, deque[Started]] = field(default_factory=dict)
+    running: dict[str, deque[StartedOperation]] = field(default_factory=dict)
     open: dict[int, list[Message]] = field(default_factory=dict)
     done: set[int] = field(default_factory=set)
 
-    def head(self, communicator: str) -> Started | None:
+    def head(self, communicator: str) -> StartedOperation | None:
         queue = self.running.get(communicator)
         return queue[0] if queue else None
 
@@ -90,7 +90,7 @@ class _Rank:
         before = self.at
         while self.at < len(self.stream):
             entry = self.stream[self.at]
-            if isinstance(entry, Started):
+            if isinstance(entry, StartedOperation):
                 self.running.setdefault(entry.communicator, deque()).append(entry)
                 self.open[entry.number] = list(entry.messages)
             elif entry.number not in self.done:
@@ -98,7 +98,7 @@ class _Rank:
             self.at += 1
         return self.at > before
 
-    def end(self, operation: Started) -> None:
+    def end(self, operation: StartedOperation) -> None:
         self.running[operation.communicator].popleft()
         self.done.add(operation.number)
 
@@ -121,7 +121,7 @@ def unmatched(streams: Mapping[int, Stream]) -> tuple[Unmatched, ...]:
     return tuple(_stuck(ranks))
 
 
-def _try(ranks: Mapping[int, _Rank], number: int, operation: Started) -> tuple[bool, list[Unmatched]]:
+def _try(ranks: Mapping[int, _Rank], number: int, operation: StartedOperation) -> tuple[bool, list[Unmatched]]:
     """Try to end an operation at the head of its communicator."""
     if operation.ranks:
         return _meet(ranks, operation)
@@ -149,7 +149,7 @@ def _try(ranks: Mapping[int, _Rank], number: int, operation: Started) -> tuple[b
     return not left, problems
 
 
-def _meet(ranks: Mapping[int, _Rank], operation: Started) -> tuple[bool, list[Unmatched]]:
+def _meet(ranks: Mapping[int, _Rank], operation: StartedOperation) -> tuple[bool, list[Unmatched]]:
     """Try to end a collective: all its ranks must be at it."""
     heads = {member: ranks[member].head(operation.communicator) for member in operation.ranks if member in ranks}
     present = {member: head for member, head in heads.items() if head is not None}
@@ -191,18 +191,20 @@ def _stuck(ranks: Mapping[int, _Rank]) -> Iterable[Unmatched]:
 
 def _where(ranks: Mapping[int, _Rank], numbers: Iterable[int]) -> str:
     """Where ranks are, in words."""
-    told = []
+    places = []
     for number in numbers:
         rank = ranks.get(number)
         if rank is None:
-            told.append(f"rank {number} was not run")
+            places.append(f"rank {number} was not run")
         elif rank.at == len(rank.stream):
-            told.append(f"rank {number} has ended its step")
+            places.append(f"rank {number} has ended its step")
         else:
             entry = rank.stream[rank.at]
-            labels = (each.label for each in rank.stream if isinstance(each, Started) and each.number == entry.number)
-            told.append(f"rank {number} waits for {next(labels, 'an operation')}")
-    return "; ".join(told)
+            labels = (
+                each.label for each in rank.stream if isinstance(each, StartedOperation) and each.number == entry.number
+            )
+            places.append(f"rank {number} waits for {next(labels, 'an operation')}")
+    return "; ".join(places)
 
 
 def _verb(message: Message) -> str:
@@ -218,10 +220,10 @@ def communicator(ranks: Sequence[int], name: str = "") -> str:
     return f"{' '.join(map(str, ranks))} {name}".rstrip()
 
 
-def as_of(stream: Stream, image: Callable[[int], int]) -> list[Started | Awaited]:
+def as_of(stream: Stream, image: Callable[[int], int]) -> list[StartedOperation | Awaited]:
     """The stream of another rank that does the same as the rank of ``stream``, with other ranks. ``image`` maps each
     rank to the rank that takes its place; it is a permutation of all ranks."""
-    result: list[Started | Awaited] = []
+    result: list[StartedOperation | Awaited] = []
     moved: dict[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...]]] = {}
     for entry in stream:
         if isinstance(entry, Awaited):

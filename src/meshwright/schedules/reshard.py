@@ -18,7 +18,7 @@ _Region = tuple[_Runs, ...]
 """The part of a tensor that a rank holds: the runs of every dim, in all combinations."""
 
 
-class Piece(msgspec.Struct, frozen=True):
+class TransferBox(msgspec.Struct, frozen=True):
     """One box of a transfer: ``source_box`` of rank ``source`` of the source mesh becomes ``target_box`` of rank
     ``target`` of the target mesh. Both boxes have the same shape."""
 
@@ -47,7 +47,7 @@ class TransferPlan(msgspec.Struct, frozen=True):
     in the same order.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TransferBox, ...]
     gathers: tuple[Gather, ...]
 
 
@@ -99,19 +99,19 @@ def transfer(
     for gather in gathers:
         arriving.update(zip(gather.ranks, gather.boxes, strict=True))
 
-    pieces: list[Piece] = []
+    pieces: list[TransferBox] = []
     sent = [0] * math.prod(source_sizes.values())
     for rank, box in arriving.items():
         if box is None:
             continue
-        incoming: list[Piece] = []
+        incoming: list[TransferBox] = []
         for region, ranks in senders:
             common = _common(region, wanted[rank], box)
             if not common:
                 continue
             sender = min(ranks, key=lambda rank: (sent[rank], rank))
             for source_box, target_box in common:
-                incoming.append(Piece(sender, rank, source_box, target_box))
+                incoming.append(TransferBox(sender, rank, source_box, target_box))
                 sent[sender] += math.prod(stop - start for start, stop in source_box)
         pieces += sorted(incoming, key=lambda piece: (piece.source, piece.target_box))
     return TransferPlan(tuple(pieces), tuple(gathers))

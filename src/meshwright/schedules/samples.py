@@ -127,10 +127,10 @@ def place(uses: NDArray[Any], sizes: Indices, rooms: Sequence[Room], first: Indi
         left = [room[where] for room in rooms]
         for choice in range(num_ranks):
             for rank in range(num_ranks):
-                found = np.flatnonzero(wanted & (owner == NOBODY) & (preferred[choice] == rank))
-                found = found[np.lexsort((first[found], -uses[rank, found].astype(np.int64)))]
-                fits = np.cumsum(sizes[found]) <= left[rank]
-                taken = found[fits]
+                candidates = np.flatnonzero(wanted & (owner == NOBODY) & (preferred[choice] == rank))
+                candidates = candidates[np.lexsort((first[candidates], -uses[rank, candidates].astype(np.int64)))]
+                fits = np.cumsum(sizes[candidates]) <= left[rank]
+                taken = candidates[fits]
                 owner[taken], level[taken] = rank, where
                 left[rank] -= int(sizes[taken].sum())
     return SamplePlacement(owner, level)
@@ -151,20 +151,20 @@ def sources(accesses: Sequence[Indices], placement: SamplePlacement) -> list[NDA
 
     The first use of a kept sample reads it from the file system: its owner reads it once, keeps it, and hands it on.
     """
-    found = []
+    classes = []
     for rank, samples in enumerate(accesses):
         owner, level = placement.owner[samples], placement.level[samples]
         own = np.where(level == MEMORY, OWN_MEMORY, OWN_DISK)
-        found.append(np.where(owner == NOBODY, FILES, np.where(owner == rank, own, PEER)).astype(np.int8))
+        classes.append(np.where(owner == NOBODY, FILES, np.where(owner == rank, own, PEER)).astype(np.int8))
     length = max(map(len, accesses), default=0)
     times = np.concatenate([np.arange(len(samples)) for samples in accesses])
-    every = np.concatenate(list(accesses))
+    all_samples = np.concatenate(list(accesses))
     ranks = np.repeat(np.arange(len(accesses)), [len(samples) for samples in accesses])
     order = np.argsort(times * len(accesses) + ranks, kind="stable") if length else times
-    _, firsts = np.unique(every[order], return_index=True)
+    _, firsts = np.unique(all_samples[order], return_index=True)
     for place_ in order[firsts]:
-        found[ranks[place_]][times[place_]] = FILES
-    return found
+        classes[ranks[place_]][times[place_]] = FILES
+    return classes
 
 
 # --- caches, to compare with -----------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def awaited(action: Action, schedule: Schedule, *, explicit: bool) -> tuple[Acti
     return ()
 
 
-class Order(NamedTuple):
+class ActionOrder(NamedTuple):
     """The actions of a schedule, in an order in which they can run for any durations of actions.
 
     ``ranks`` has the rank of each action. ``awaits`` has, for each action, the indices of the earlier actions of other
@@ -117,12 +117,12 @@ class Order(NamedTuple):
 
 MOST_ORDERS = 128
 """Largest number of schedules whose order is kept."""
-_ORDERS: dict[tuple[int, bool], tuple[Schedule, Order]] = {}
+_ORDERS: dict[tuple[int, bool], tuple[Schedule, ActionOrder]] = {}
 """Maps the id of a schedule, and whether its actions wait directly, to the schedule, which keeps the id from being used
 again, and to its order."""
 
 
-def order_of(schedule: Schedule, *, keep: bool = True, direct: bool = False) -> Order:
+def order_of(schedule: Schedule, *, keep: bool = True, direct: bool = False) -> ActionOrder:
     """The order of a schedule. Actions that can never run are left out, together with all later actions of their
     rank. Without ``keep``, the order is not kept for the next call, as for a schedule that does not come again. With
     ``direct``, sends and receives are left out: an action waits for the action that computes what it needs."""
@@ -142,7 +142,7 @@ def _computing(schedule: Schedule) -> Schedule:
     return msgspec.structs.replace(schedule, ranks=tuple(ranks))
 
 
-def _ordered(schedule: Schedule) -> Order:
+def _ordered(schedule: Schedule) -> ActionOrder:
     ranks, slots, needs = _numbered(schedule)
     width = schedule.num_microbatches + 1
     actions: list[Action] = []
@@ -177,7 +177,7 @@ def _ordered(schedule: Schedule) -> Order:
         done[rank] = position
     places = {slot: place for place, slot in enumerate(dict.fromkeys(run_slots))}
     keys = tuple(slots)
-    return Order(
+    return ActionOrder(
         tuple(actions),
         tuple(run_ranks),
         tuple(awaits),
@@ -209,8 +209,8 @@ def _numbered(
     needs: list[tuple[int, ...] | None] = []
     for (stage, kind), slot in slots.items():
         needed = awaited(Action(stage, kind, 0 if kind.has_microbatch else None), schedule, explicit=explicit)
-        found = [slots.get((other.stage, other.kind)) for other in needed]
-        needs.append(tuple((there - slot) * width for there in found if there is not None) if needed else None)
+        awaited_slots = [slots.get((other.stage, other.kind)) for other in needed]
+        needs.append(tuple((there - slot) * width for there in awaited_slots if there is not None) if needed else None)
     return ranks, slots, needs
 
 

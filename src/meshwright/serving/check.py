@@ -60,16 +60,18 @@ def _numbers(workflow: "Workflow") -> Iterator[tuple[str, float, bool, str]]:
 
 def _name_problems(workflow: "Workflow") -> Iterator[Problem]:
     tiers = [tier.name for tier in workflow.tiers]
-    sources = [one.name for one in workflow.sources]
-    nodes = [*sources, *(one.name for one in workflow.operators)]
-    several = {
+    sources = [source.name for source in workflow.sources]
+    nodes = [*sources, *(operator.name for operator in workflow.operators)]
+    names_by_place = {
         "tiers": tiers,
-        "workers and sources": [*sources, *(one.name for one in workflow.workers)],
-        "workers": [one.name for one in workflow.workers], "sources and operators": nodes,
-        "links": [f"{one.source}-{one.target}" for one in workflow.links],
+        "workers and sources": [*sources, *(worker.name for worker in workflow.workers)],
+        "workers": [worker.name for worker in workflow.workers], "sources and operators": nodes,
+        "links": [f"{link.source}-{link.target}" for link in workflow.links],
     }  # fmt: skip
-    several |= {f"operators.{one.name}": [each.name for each in one.variants] for one in workflow.operators}
-    for where, names in several.items():
+    names_by_place |= {
+        f"operators.{operator.name}": [variant.name for variant in operator.variants] for operator in workflow.operators
+    }
+    for where, names in names_by_place.items():
         if not names and where != "links":
             yield where, "there are none", "name at least one"
         for name in {name for name in names if names.count(name) > 1}:
@@ -95,7 +97,7 @@ def _unknown(where: str, kind: str, name: str, known: list[str]) -> Iterator[Pro
 
 
 def _graph_problems(workflow: "Workflow") -> Iterator[Problem]:
-    nodes = [*(one.name for one in workflow.sources), *(one.name for one in workflow.operators)]
+    nodes = [*(source.name for source in workflow.sources), *(operator.name for operator in workflow.operators)]
     for operator in workflow.operators:
         where = f"operators.{operator.name}.inputs"
         if not operator.inputs:
@@ -113,8 +115,8 @@ def _graph_problems(workflow: "Workflow") -> Iterator[Problem]:
             yield f"sources.{source.name}", "no operator reads it", "remove it, or name it among some inputs"
     rates = {source.rate_per_s for source in workflow.sources}
     if len(rates) > 1:
-        given = ", ".join(f"{source.name} {source.rate_per_s:g}" for source in workflow.sources)
-        yield "sources", f"their rates differ: {given} items per second", (
+        rates_text = ", ".join(f"{source.name} {source.rate_per_s:g}" for source in workflow.sources)
+        yield "sources", f"their rates differ: {rates_text} items per second", (
             "item k of all sources belongs together: give one rate, or make two workflows"
         )  # fmt: skip
     yield from _twice_joined(inputs)
@@ -139,13 +141,13 @@ def _twice_joined(inputs: Mapping[str, list[str]]) -> Iterator[Problem]:
         return name
 
     for name, before in inputs.items():
-        for one in before:
-            if one not in inputs:
+        for source in before:
+            if source not in inputs:
                 continue
-            if root(one) == root(name):
+            if root(source) == root(name):
                 remedy = "join the operators on these ways into one, or read a source in place of an operator"
-                yield f"operators.{name}.inputs", f"the same results come on two ways, one over {one}", remedy
-            group[root(one)] = root(name)
+                yield f"operators.{name}.inputs", f"the same results come on two ways, one over {source}", remedy
+            group[root(source)] = root(name)
 
 
 def _accuracy_problems(workflow: "Workflow") -> Iterator[Problem]:
@@ -160,7 +162,7 @@ def _accuracy_problems(workflow: "Workflow") -> Iterator[Problem]:
             yield where, "it stands beside the table accuracies", "leave one of them out"
         if accuracy > 1:
             yield where, f"{accuracy:g} is above 1", "give a factor from 0 to 1"
-    variants = {operator.name: [one.name for one in operator.variants] for operator in workflow.operators}
+    variants = {operator.name: [variant.name for variant in operator.variants] for operator in workflow.operators}
     for index, row in enumerate(workflow.accuracies):
         where = f"accuracies[{index}].models"
         for operator, model in row.models.items():

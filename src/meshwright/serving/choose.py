@@ -9,7 +9,7 @@ import msgspec
 from meshwright.errors import WorkflowError
 from meshwright.ir.files import did_you_mean
 from meshwright.serving.plan import WorkflowPlan
-from meshwright.serving.program import ABOVE, Program
+from meshwright.serving.program import ABOVE, WorkflowProgram
 from meshwright.serving.workflow import Workflow
 
 BEAM = 10
@@ -22,7 +22,7 @@ TIED = 1e-9
 """Bounds that differ by less are equal."""
 
 
-class Neighbours(NamedTuple):
+class NeighbouringPlans(NamedTuple):
     """The most accurate of the cheaper plans, and the cheapest of the more accurate ones; None: there is none."""
 
     cheaper: WorkflowPlan | None
@@ -59,8 +59,8 @@ def choose_models_by_beam(workflow: Workflow, *, beam: int = BEAM, headroom: flo
     left_out = math.inf
     for operator in workflow.order:
         names = [variant.name for variant in workflow.operator_of[operator].variants]
-        every = [models | {operator: name} for _, models in kept for name in names]
-        bounded = [(program.relaxed(models), models) for models in every]
+        candidates = [models | {operator: name} for _, models in kept for name in names]
+        bounded = [(program.relaxed(models), models) for models in candidates]
         ranked = sorted((pair for pair in bounded if pair[0] < math.inf), key=lambda pair: pair[0])
         kept = ranked[:beam]
         left_out = min([left_out, *(bound for bound, _ in ranked[beam:])])
@@ -78,36 +78,36 @@ def choose_models_by_beam(workflow: Workflow, *, beam: int = BEAM, headroom: flo
     return _bounded(best, least, f"beam search, {beam} choices of models kept")
 
 
-def neighbours(workflow: Workflow, plan: WorkflowPlan) -> Neighbours:
+def neighbours(workflow: Workflow, plan: WorkflowPlan) -> NeighbouringPlans:
     """The next cheaper and the next more accurate choice beside a plan."""
     free = msgspec.structs.replace(workflow, limits=msgspec.structs.replace(workflow.limits, accuracy=0.0))
     most_usd = plan.usd_per_hour * (1 - CHEAPER)
-    cheaper = Program(free, headroom=plan.headroom, goal="accuracy", most_usd=most_usd).solve().plan
+    cheaper = WorkflowProgram(free, headroom=plan.headroom, goal="accuracy", most_usd=most_usd).solve().plan
     if cheaper is not None:
-        cheaper = Program(free, headroom=plan.headroom, accuracy=cheaper.accuracy * (1 - ABOVE)).solve().plan
+        cheaper = WorkflowProgram(free, headroom=plan.headroom, accuracy=cheaper.accuracy * (1 - ABOVE)).solve().plan
     above = plan.accuracy * (1 + ABOVE)
     more = (
-        Program(free, headroom=plan.headroom, accuracy=above).solve().plan
+        WorkflowProgram(free, headroom=plan.headroom, accuracy=above).solve().plan
         if plan.accuracy < free.most_accurate
         else None
     )
-    return Neighbours(cheaper, more)
+    return NeighbouringPlans(cheaper, more)
 
 
 def one_tier_plans(workflow: Workflow, *, headroom: float = 1.0) -> dict[str, WorkflowPlan]:
     """For each tier, the cheapest plan with workers of this tier alone; tiers that cannot do it are left out."""
-    found = {}
+    plans = {}
     for tier in workflow.tiers:
         inside = _named_workers(workflow, tier.name)
-        if (plan := Program(workflow, headroom=headroom, usable=inside.__contains__).solve().plan) is not None:
-            found[tier.name] = plan
-    return found
+        if (plan := WorkflowProgram(workflow, headroom=headroom, usable=inside.__contains__).solve().plan) is not None:
+            plans[tier.name] = plan
+    return plans
 
 
 def uniform_plans(workflow: Workflow, *, headroom: float = 1.0) -> dict[str, WorkflowPlan]:
     """The cheapest plan in which every operator runs its first variant, its last, and so on at the same relative place
     of its list; places at which no plan keeps the limits are left out."""
-    found, program = {}, Program(workflow, headroom=headroom)
+    plans, program = {}, WorkflowProgram(workflow, headroom=headroom)
     steps = max(len(operator.variants) for operator in workflow.operators)
     for step in range(steps):
         models = {
@@ -115,8 +115,8 @@ def uniform_plans(workflow: Workflow, *, headroom: float = 1.0) -> dict[str, Wor
             for operator in workflow.operators
         }
         if (plan := program.solve(models).plan) is not None:
-            found[" + ".join(models[name] for name in workflow.order)] = plan
-    return found
+            plans[" + ".join(models[name] for name in workflow.order)] = plan
+    return plans
 
 
 def check_profiled(workflow: Workflow, where: str = "") -> None:
@@ -168,7 +168,7 @@ def why_none(workflow: Workflow, headroom: float = 1.0) -> WorkflowError:
             f"with an accuracy of {workflow.limits.accuracy:g} and no traffic back{part}; the limit is {slowest}",
             where="sources.rate_per_s", remedy="lower the rates or the accuracy, or add workers",
         )  # fmt: skip
-    least = Program(workflow, headroom=headroom, latency_s=0.0, goal="latency").solve()
+    least = WorkflowProgram(workflow, headroom=headroom, latency_s=0.0, goal="latency").solve()
     return WorkflowError(
         f"no plan has a slowest route of at most {workflow.limits.latency_s:g} s; the shortest has {least.value:.4g} s"
         f"{part}",
@@ -202,14 +202,14 @@ def keep_latency(
     )  # fmt: skip
 
 
-def _program(workflow: Workflow, *, headroom: float) -> Program:
+def _program(workflow: Workflow, *, headroom: float) -> WorkflowProgram:
     check_profiled(workflow)
     if workflow.most_accurate < workflow.limits.accuracy:
         raise why_none(workflow, headroom)
-    return Program(workflow, headroom=headroom)
+    return WorkflowProgram(workflow, headroom=headroom)
 
 
-def _exact(program: Program) -> WorkflowPlan:
+def _exact(program: WorkflowProgram) -> WorkflowPlan:
     answer = program.solve()
     if answer.plan is None:
         raise why_none(program.workflow, program.headroom)
@@ -232,5 +232,5 @@ def _capacity(workflow: Workflow, operator: str, variant: str) -> float:
 
 def _most_times(workflow: Workflow, headroom: float, unlimited: str = "") -> float:
     """The most by which all rates could be multiplied, without the limit of latency."""
-    answer = Program(workflow, headroom=headroom, latency_s=0.0, goal="rate", unlimited=unlimited).solve()
+    answer = WorkflowProgram(workflow, headroom=headroom, latency_s=0.0, goal="rate", unlimited=unlimited).solve()
     return max(0.0, -answer.value) if answer.plan is not None else 0.0

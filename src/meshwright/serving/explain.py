@@ -6,9 +6,9 @@ import msgspec
 
 from meshwright.ir import units
 from meshwright.report.serve_page import ServeFigure, ServeOperator, ServePage, ServeWorker
-from meshwright.serving.choose import Neighbours, keep_latency, neighbours
+from meshwright.serving.choose import NeighbouringPlans, keep_latency, neighbours
 from meshwright.serving.plan import OperatorCost, WorkflowPlan, difference, operator_costs, slowest_route_s
-from meshwright.serving.simulate import Arrivals, Played, capacity_per_s, simulate
+from meshwright.serving.simulate import Arrivals, PlayedItems, capacity_per_s, simulate
 from meshwright.serving.workflow import Workflow
 
 HEADROOMS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
@@ -19,7 +19,7 @@ PLANNED_ITEMS = 1000
 """The items that are simulated for a plan."""
 
 
-class Planned(msgspec.Struct, frozen=True, kw_only=True):
+class PlannedWorkflow(msgspec.Struct, frozen=True, kw_only=True):
     """A plan of a workflow, its simulation, what each operator costs, and the choices beside it in words (empty: there
     is none)."""
 
@@ -35,7 +35,7 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
     more_accurate: str
 
 
-def plan_workflow(workflow: Workflow, *, arrivals: Arrivals = "even", seed: int = 0) -> Planned:
+def plan_workflow(workflow: Workflow, *, arrivals: Arrivals = "even", seed: int = 0) -> PlannedWorkflow:
     """The cheapest plan that keeps all limits, also that of latency with waiting, and what is beside it. Of equally
     cheap plans, the most accurate. The choices beside it keep the limit of latency without waiting.
 
@@ -43,7 +43,7 @@ def plan_workflow(workflow: Workflow, *, arrivals: Arrivals = "even", seed: int 
         WorkflowError: no plan keeps the limits.
     """
 
-    def played(plan: WorkflowPlan) -> Played:
+    def played(plan: WorkflowPlan) -> PlayedItems:
         return simulate(workflow, plan, items=PLANNED_ITEMS, arrivals=arrivals, seed=seed)
 
     plan = keep_latency(workflow, lambda plan: played(plan).percentile_s(99), HEADROOMS)
@@ -55,7 +55,7 @@ def plan_workflow(workflow: Workflow, *, arrivals: Arrivals = "even", seed: int 
         bound = {"bound_usd_per_hour": plan.bound_usd_per_hour, "method": plan.method}
         plan, simulated = msgspec.structs.replace(other, **bound), played_too
         beside = neighbours(workflow, plan)
-    return Planned(
+    return PlannedWorkflow(
         plan=plan, gap=plan.gap, usd_per_hour=plan.usd_per_hour,
         throughput_per_s=min(workflow.rate_per_s, capacity_per_s(workflow, plan)), p50_s=simulated.percentile_s(50),
         p99_s=simulated.percentile_s(99), slowest_route_s=slowest_route_s(workflow, plan),
@@ -64,7 +64,7 @@ def plan_workflow(workflow: Workflow, *, arrivals: Arrivals = "even", seed: int 
     )  # fmt: skip
 
 
-def _words(plan: WorkflowPlan, beside: Neighbours, kind: str) -> str:
+def _words(plan: WorkflowPlan, beside: NeighbouringPlans, kind: str) -> str:
     other: WorkflowPlan | None = getattr(beside, kind)
     return difference(plan, other) if other is not None else ""
 
@@ -76,7 +76,7 @@ def proof(plan: WorkflowPlan) -> str:
     return f"within {plan.gap:.2%} of the cheapest ({plan.method})"
 
 
-def figures(predicted: Played, measured: Played | None = None) -> tuple[ServeFigure, ...]:
+def figures(predicted: PlayedItems, measured: PlayedItems | None = None) -> tuple[ServeFigure, ...]:
     """Throughput, p50 and p99: predicted, and measured beside them."""
 
     def figure(name: str, value: float, other: float | None, text: str) -> ServeFigure:
@@ -97,7 +97,7 @@ def figures(predicted: Played, measured: Played | None = None) -> tuple[ServeFig
 
 
 def page_of(
-    workflow: Workflow, planned: Planned, predicted: Played, measured: Played | None, *, command: str,
+    workflow: Workflow, planned: PlannedWorkflow, predicted: PlayedItems, measured: PlayedItems | None, *, command: str,
     notes: Sequence[str] = (),
 ) -> ServePage:  # fmt: skip
     """The content of the page of a plan, and of its run if it was ``measured``."""
@@ -117,11 +117,11 @@ def page_of(
         facts=tuple(facts),
         operators=tuple(
             ServeOperator(
-                name=one.operator, variant=one.variant, workers=one.workers,
-                tiers=", ".join(plan.rates_by_tier(workflow, one.operator)), workers_usd=one.workers_usd_per_hour,
-                links_usd=one.links_usd_per_hour,
+                name=operator.operator, variant=operator.variant, workers=operator.workers,
+                tiers=", ".join(plan.rates_by_tier(workflow, operator.operator)),
+                workers_usd=operator.workers_usd_per_hour, links_usd=operator.links_usd_per_hour,
             )
-            for one in planned.operators
+            for operator in planned.operators
         ),
         workers=tuple(
             ServeWorker(

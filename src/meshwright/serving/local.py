@@ -14,13 +14,13 @@ from typing import TypeVar
 
 import msgspec
 
-from meshwright.emulation.network import EmulatedNetwork, Place, address_of, enter, why_not
+from meshwright.emulation.network import EmulatedNetwork, NetworkBox, address_of, enter, why_not
 from meshwright.errors import LaunchError, WorkflowError
 from meshwright.ir import files
 from meshwright.runtime import launch, trust
 from meshwright.runtime.ranks import run_ranks
-from meshwright.serving.simulate import Played
-from meshwright.serving.station import Job, Station, StationLog, played
+from meshwright.serving.simulate import PlayedItems
+from meshwright.serving.station import Station, StationJob, StationLog, played
 from meshwright.serving.wire import Address
 from meshwright.serving.workflow import Workflow
 
@@ -44,7 +44,7 @@ class _Begin(msgspec.Struct, frozen=True):
     addresses: dict[str, Address]
 
 
-def run_locally(job: Job, *, emulate_links: bool = False) -> Played:
+def run_locally(job: StationJob, *, emulate_links: bool = False) -> PlayedItems:
     """Run all items of a job on this machine. With ``emulate_links``, each tier is an emulated box whose links have the
     workflow's rates, by ``tc`` (as root, on Linux).
 
@@ -83,20 +83,20 @@ def tier_rates(workflow: Workflow) -> list[float]:
                     f"a latency of {link.latency_s:g} s cannot be emulated", where=f"links.{link.source}-{link.target}",
                     remedy="run without emulated links, or with latency_s = 0",
                 )  # fmt: skip
-        found = {link.bits_per_s or unlimited for link in links}
-        if len(found) > 1:
+        bit_rates = {link.bits_per_s or unlimited for link in links}
+        if len(bit_rates) > 1:
             raise WorkflowError(
                 f"the links from {tier.name} have different rates, and one box has one", where="links",
                 remedy="give them one rate, or run without emulated links",
             )  # fmt: skip
-        rates.append(next(iter(found), unlimited))
+        rates.append(next(iter(bit_rates), unlimited))
     return rates
 
 
 # --- in a rank -------------------------------------------------------------------------------------------------------
 
 
-def _rank(job: Job, directory: Path, places: tuple[Place, ...]) -> list[StationLog]:
+def _rank(job: StationJob, directory: Path, places: tuple[NetworkBox, ...]) -> list[StationLog]:
     rank = launch.launched_rank()
     if rank == 0:
         return _coordinate(job, directory)
@@ -113,7 +113,7 @@ def _rank(job: Job, directory: Path, places: tuple[Place, ...]) -> list[StationL
     return []
 
 
-def _coordinate(job: Job, directory: Path) -> list[StationLog]:
+def _coordinate(job: StationJob, directory: Path) -> list[StationLog]:
     ranks = range(1, 1 + len(job.stations))
     addresses = {job.stations[rank - 1]: _awaited(directory / f"{rank}.address", _Place).address for rank in ranks}
     _write(directory / "begin", _Begin(time.time() + START_S, addresses))

@@ -70,9 +70,9 @@ class InferenceModel:
         self._function = boxed_function(graph, constants)
         values = dict(module.named_parameters()) | dict(module.named_buffers())
         held = [*lowered.program.parameters, *lowered.program.buffers]
-        self._values = {one.value: values[one.name].detach() for one in held if one.value}
+        self._values = {kept.value: values[kept.name].detach() for kept in held if kept.value}
         names = [f"batch.inputs[{index}]" for index in range(len(example))]
-        by_name = {one.name: one.value for one in lowered.program.inputs}
+        by_name = {given.name: given.value for given in lowered.program.inputs}
         self._inputs = [by_name.get(name, "") for name in names]
         self._order = [str(node.name) for node in graph.find_nodes(op="placeholder")]
 
@@ -126,20 +126,22 @@ def module_of(operator: Operator, variant: Variant) -> nn.Module:
 
 def examples_of(workflow: Workflow, models: Mapping[str, str]) -> dict[str, Tensor]:
     """A result of every source and operator, with these variants; by running the models one after the other."""
-    found = {source.name: items_of(source, 1)[0] for source in workflow.sources}
+    examples = {source.name: items_of(source, 1)[0] for source in workflow.sources}
     for name in workflow.order:
         operator = workflow.operator_of[name]
         module = module_of(operator, operator.variant(models[name])).eval()
         with torch.inference_mode():
-            found[name] = _run(module, [found[one] for one in operator.inputs], f"operators.{name}.{models[name]}")
-    return {name: value.clone() for name, value in found.items()}
+            examples[name] = _run(
+                module, [examples[source_name] for source_name in operator.inputs], f"operators.{name}.{models[name]}"
+            )
+    return {name: value.clone() for name, value in examples.items()}
 
 
 def _run(module: nn.Module, inputs: Sequence[Tensor], where: str) -> Tensor:
     try:
         result: Tensor = module(*inputs)
     except (RuntimeError, TypeError) as error:
-        shapes = ", ".join("x".join(map(str, one.shape)) for one in inputs)
+        shapes = ", ".join("x".join(map(str, tensor.shape)) for tensor in inputs)
         problem = next(iter(str(error).splitlines()), type(error).__name__)
         raise WorkflowError(
             f"the model refuses its inputs ({shapes}): {problem}", where=where,

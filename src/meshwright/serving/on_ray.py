@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from meshwright.errors import FailedRankError, LaunchError, MeshwrightError
-from meshwright.serving.simulate import Played
-from meshwright.serving.station import Job, Station, StationLog, played
+from meshwright.serving.simulate import PlayedItems
+from meshwright.serving.station import Station, StationJob, StationLog, played
 from meshwright.serving.workflow import Tier
 
 START_S, PLACE_S = 0.5, 120.0
@@ -24,7 +24,7 @@ TIER_LABEL = "meshwright-tier"
 """The label of a local node, with the name of its tier; and of a node of a tier without labels."""
 
 
-def run_on_ray(job: Job, address: str = "") -> Played:
+def run_on_ray(job: StationJob, address: str = "") -> PlayedItems:
     """Run all items of a job on the Ray cluster at ``address`` (empty: a local one that is started for the run).
 
     Raises:
@@ -71,7 +71,7 @@ class _Actor:
     def __init__(self, job: bytes, name: str, token: str) -> None:
         from ray.util import get_node_ip_address
 
-        self._station = Station(msgspec.json.decode(job, type=Job), name, get_node_ip_address(), token)
+        self._station = Station(msgspec.json.decode(job, type=StationJob), name, get_node_ip_address(), token)
 
     def address(self) -> tuple[str, int]:
         """Where the station listens."""
@@ -102,7 +102,7 @@ def _ray() -> ModuleType:
 
 
 @contextmanager
-def _cluster(ray: Any, job: Job, address: str) -> Iterator[None]:
+def _cluster(ray: Any, job: StationJob, address: str) -> Iterator[None]:
     """A context in which this process is connected to a Ray cluster."""
     if address:
         try:

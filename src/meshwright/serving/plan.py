@@ -114,10 +114,10 @@ def make_plan(
         for tier, rate in rates[name].items():
             own = [worker for worker in workers[name] if workflow.worker_of[worker].tier == tier]
             seconds = {worker: variant.seconds[workflow.worker_of[worker].device] for worker in own}
-            capacity = sum(1 / one for one in seconds.values())
+            capacity = sum(1 / item_s for item_s in seconds.values())
             loads += [
-                WorkerLoad(worker=worker, rate_per_s=rate / one / capacity, utilisation=rate / capacity)
-                for worker, one in seconds.items()
+                WorkerLoad(worker=worker, rate_per_s=rate / item_s / capacity, utilisation=rate / capacity)
+                for worker, item_s in seconds.items()
             ]
         choices.append(OperatorChoice(operator=name, variant=variant.name, workers=tuple(loads)))
     traffic = tuple(
@@ -148,7 +148,7 @@ def slowest_route_s(workflow: Workflow, plan: WorkflowPlan) -> float:
     """Seconds of an item's slowest way through workers in use, if it never waits.
 
     Every pair of workers of an operator and of its input counts, even where the plan sends no items that way."""
-    done: dict[tuple[str, str], float] = {(one.name, one.tier): 0.0 for one in workflow.sources}
+    done: dict[tuple[str, str], float] = {(source.name, source.tier): 0.0 for source in workflow.sources}
     for choice in plan.choices:
         operator = workflow.operator_of[choice.operator]
         variant = operator.variant(choice.variant)
@@ -187,7 +187,7 @@ def operator_costs(workflow: Workflow, plan: WorkflowPlan) -> Iterator[OperatorC
             operator=choice.operator, variant=choice.variant,
             workers=" + ".join(load.worker for load in choice.workers),
             utilisation=max(load.utilisation for load in choice.workers), workers_usd_per_hour=sum(prices),
-            links_usd_per_hour=sum(one.usd_per_hour for one in plan.traffic if one.target == choice.operator),
+            links_usd_per_hour=sum(flow.usd_per_hour for flow in plan.traffic if flow.target == choice.operator),
         )  # fmt: skip
 
 

@@ -44,24 +44,26 @@ def profile(
     torch.set_num_threads(1)
     try:
         first = {
-            operator.name: next((one.name for one in operator.variants if one.model), operator.variants[0].name)
+            operator.name: next(
+                (variant.name for variant in operator.variants if variant.model), operator.variants[0].name
+            )
             for operator in workflow.operators
         }
         examples = examples_of(workflow, first)
-        found = []
+        profiles = []
         for name in workflow.order:
             operator = workflow.operator_of[name]
-            for variant in (one for one in operator.variants if one.model):
+            for variant in (variant for variant in operator.variants if variant.model):
                 progress(f"{name}: {variant.name}")
                 model = captured_variant(operator, variant, examples)
-                inputs = [examples[one] for one in operator.inputs]
+                inputs = [examples[source] for source in operator.inputs]
                 result = model(*inputs)
                 mean_s, variation = (0.0, 0.0) if cluster else mean_and_variation(model.measured_s(*inputs))
-                found.append(Profile(
+                profiles.append(Profile(
                     operator=name, variant=variant.name, measured_s=mean_s, variation=variation,
                     predicted_s=model.predicted_s(known), message_bytes=result.numel() * result.element_size(),
                 ))  # fmt: skip
-        return tuple(found)
+        return tuple(profiles)
     finally:
         torch.set_num_threads(threads)
 
@@ -69,19 +71,19 @@ def profile(
 def with_profiles(workflow: Workflow, profiles: tuple[Profile, ...], device: str) -> Workflow:
     """The workflow with these profiles as the seconds on a kind of device: measured ones, or predicted ones if nothing
     was measured."""
-    by_name = {(one.operator, one.variant): one for one in profiles}
+    by_name = {(profile.operator, profile.variant): profile for profile in profiles}
 
     def filled(operator: Operator, variant: Variant) -> Variant:
-        found = by_name.get((operator.name, variant.name))
-        if found is None:
+        known = by_name.get((operator.name, variant.name))
+        if known is None:
             return variant
         return msgspec.structs.replace(
-            variant, seconds=variant.seconds | {device: found.measured_s or found.predicted_s},
-            variation=found.variation or variant.variation, message_bytes=float(found.message_bytes),
+            variant, seconds=variant.seconds | {device: known.measured_s or known.predicted_s},
+            variation=known.variation or variant.variation, message_bytes=float(known.message_bytes),
         )  # fmt: skip
 
     operators = tuple(
-        msgspec.structs.replace(operator, variants=tuple(filled(operator, one) for one in operator.variants))
+        msgspec.structs.replace(operator, variants=tuple(filled(operator, variant) for variant in operator.variants))
         for operator in workflow.operators
     )
     return msgspec.structs.replace(workflow, operators=operators)

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.planner.integer_program import Rows, Solution, minimize
+from meshwright.planner.integer_program import ColumnValues, Rows, minimize
 from meshwright.serving.plan import WorkflowPlan, make_plan
 from meshwright.serving.workflow import Link, Variant, Workflow
 
@@ -30,7 +30,7 @@ ABOVE = 1e-5
 """The least difference of two accuracies of which one is higher, relative; the solver's tolerance is 1e-6."""
 
 
-class Answer(NamedTuple):
+class BoundedPlan(NamedTuple):
     """The plan (None: none exists, or none was found in time) and the least value that is possible of the goal. The
     goals ``accuracy`` and ``rate`` count as negative."""
 
@@ -39,7 +39,7 @@ class Answer(NamedTuple):
     value: float
 
 
-class Program:
+class WorkflowProgram:
     """The program of a workflow.
 
     Args:
@@ -81,12 +81,12 @@ class Program:
             self.rows.add([(index, usd) for index, usd in enumerate(self._usd) if usd], -math.inf, most_usd)
         self._goals = self._usd if goal == "usd" else self._other_goal()
 
-    def solve(self, fixed: Mapping[str, str] | None = None) -> Answer:
+    def solve(self, fixed: Mapping[str, str] | None = None) -> BoundedPlan:
         """The best plan with the variants ``fixed`` of some operators."""
-        found = self._solved(fixed or {}, self.num_integer)
-        if found.values is None:
-            return Answer(None, found.bound, math.inf)
-        return Answer(self._plan(found.values), found.bound, float(np.dot(found.values, self._goals)))
+        solution = self._solved(fixed or {}, self.num_integer)
+        if solution.values is None:
+            return BoundedPlan(None, solution.bound, math.inf)
+        return BoundedPlan(self._plan(solution.values), solution.bound, float(np.dot(solution.values, self._goals)))
 
     def relaxed(self, fixed: Mapping[str, str]) -> float:
         """A lower bound on the goal of every plan with these variants of some operators: workers and variants may be
@@ -94,7 +94,7 @@ class Program:
         values = self._solved(fixed, 0).values
         return math.inf if values is None else float(np.dot(values, self._goals))
 
-    def _solved(self, fixed: Mapping[str, str], num_integer: int) -> Solution:
+    def _solved(self, fixed: Mapping[str, str], num_integer: int) -> ColumnValues:
         upper = list(self._upper)
         for key, column in self.columns.items():
             if isinstance(key, tuple) and key[0] == "x" and fixed.get(key[1], key[2]) != key[2]:
@@ -111,7 +111,12 @@ class Program:
     def _runs(self, operator: str) -> list[tuple[Variant, str]]:
         """Pairs of a variant of an operator and a worker that can run it."""
         variants = self.workflow.operator_of[operator].variants
-        return [(one, worker.name) for one in variants for worker in self._workers if worker.device in one.seconds]
+        return [
+            (variant, worker.name)
+            for variant in variants
+            for worker in self._workers
+            if worker.device in variant.seconds
+        ]
 
     def _whole_columns(self) -> None:
         workflow = self.workflow
@@ -152,13 +157,13 @@ class Program:
         """Pairs of a variant of an operator (empty for a source) and the bytes of its messages."""
         if name in self.workflow.source_of:
             return [("", self.workflow.source_of[name].item_bytes)]
-        return [(one.name, one.message_bytes) for one in self.workflow.operator_of[name].variants]
+        return [(variant.name, variant.message_bytes) for variant in self.workflow.operator_of[name].variants]
 
     def _ways(self, name: str) -> list[tuple[str, str, Link]]:
         """Tiers between which messages of a source or operator may go, and their link."""
-        every = [tier.name for tier in self.workflow.tiers]
-        firsts = [self.workflow.source_of[name].tier] if name in self.workflow.source_of else every
-        pairs = ((first, second, self.workflow.link(first, second)) for first in firsts for second in every)
+        tiers = [tier.name for tier in self.workflow.tiers]
+        firsts = [self.workflow.source_of[name].tier] if name in self.workflow.source_of else tiers
+        pairs = ((first, second, self.workflow.link(first, second)) for first in firsts for second in tiers)
         return [(first, second, link) for first, second, link in pairs if link is not None]
 
     # --- rows --------------------------------------------------------------------------------------------------------
@@ -182,10 +187,10 @@ class Program:
             worker.name: (worker.tier, worker.device, worker.usd_per_hour)
             for worker in sorted(self._workers, key=lambda worker: (worker.tier, worker.device, worker.usd_per_hour))
         }
-        for (one, kind), (other, other_kind) in pairwise(equal.items()):
-            if kind == other_kind:
-                terms = [(column, float(ranks[column])) for column in by_worker[one]]
-                terms += [(column, -float(ranks[column])) for column in by_worker[other]]
+        for (worker_name, kind), (next_name, next_kind) in pairwise(equal.items()):
+            if kind == next_kind:
+                terms = [(column, float(ranks[column])) for column in by_worker[worker_name]]
+                terms += [(column, -float(ranks[column])) for column in by_worker[next_name]]
                 self.rows.add(terms, 0.0, math.inf)
 
     def _accuracies(self) -> None:
@@ -307,7 +312,8 @@ class Program:
         total = 0.0
         for operator in workflow.order:
             total += max(
-                (s for one in workflow.operator_of[operator].variants for s in one.seconds.values()), default=0.0
+                (s for variant in workflow.operator_of[operator].variants for s in variant.seconds.values()),
+                default=0.0,
             )
         for source, _ in workflow.edges:
             total += max(link.transfer_s(size) for link in links for _, size in self._messages(source))

@@ -48,12 +48,12 @@ def save(workflow: Workflow, path: Path) -> None:
 
 def _models(raw: dict[str, Any]) -> list[dict[str, Any]]:
     """The tables ``model`` of all variants; nothing is known yet of the tables' types."""
-    found: list[Any] = [raw]
+    tables: list[Any] = [raw]
     for key in ("operators", "variants"):
-        below = [one.get(key) for one in found if isinstance(one, dict)]
-        found = [each for one in below if isinstance(one, list) for each in one]
-    models = [one.get("model") for one in found if isinstance(one, dict)]
-    return [one for one in models if isinstance(one, dict)]
+        below = [table.get(key) for table in tables if isinstance(table, dict)]
+        tables = [table for value in below if isinstance(value, list) for table in value]
+    models = [table.get("model") for table in tables if isinstance(table, dict)]
+    return [model for model in models if isinstance(model, dict)]
 
 
 def _given(value: Any) -> Any:

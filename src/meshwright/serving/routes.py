@@ -48,7 +48,7 @@ class Router:
 
     def _spread(self) -> list[tuple[str, str]]:
         """Every operator with the operator before it from which the choice comes; empty: the choice begins there."""
-        pairs = [(one, other) for one, other in self._workflow.edges if one in self._workflow.operator_of]
+        pairs = [(source, target) for source, target in self._workflow.edges if source in self._workflow.operator_of]
         near = {name: {*(b for a, b in pairs if a == name), *(a for a, b in pairs if b == name)}
                 for name in self._workflow.order}  # fmt: skip
         steps: dict[str, str] = {}
@@ -57,7 +57,7 @@ class Router:
             while pending:
                 name, neighbour = pending.pop()
                 steps[name] = neighbour
-                pending += [(other, name) for other in sorted(near[name]) if other not in steps]
+                pending += [(target, name) for target in sorted(near[name]) if target not in steps]
         return list(steps.items())
 
     def _tier_rates(self, operator: str, neighbour: str, tier: str) -> dict[str, float]:
@@ -65,11 +65,11 @@ class Router:
         if not neighbour:
             return self._plan.rates_by_tier(self._workflow, operator)
         rates: dict[str, float] = {}
-        for one in self._plan.traffic:
-            ends = (one.source, one.source_tier), (one.target, one.target_tier)
+        for traffic in self._plan.traffic:
+            ends = (traffic.source, traffic.source_tier), (traffic.target, traffic.target_tier)
             for (name, own), other in (ends, ends[::-1]):
                 if name == operator and other == (neighbour, tier):
-                    rates[own] = rates.get(own, 0.0) + one.rate_per_s
+                    rates[own] = rates.get(own, 0.0) + traffic.rate_per_s
         return rates
 
     def _worker(self, operator: str, tier: str) -> str:

@@ -19,7 +19,7 @@ Arrivals = Literal["even", "poisson"]
 """When items come: at equal distances, or at random with the same rate."""
 
 
-class Played(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class PlayedItems(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What happened to the items of a simulation or a run.
 
     ``injected_s`` and ``finished_s`` have the times of each item, from the start of its first source to its last
@@ -67,7 +67,7 @@ class _Event(NamedTuple):
 
 def simulate(
     workflow: Workflow, plan: WorkflowPlan, *, items: int = 1000, arrivals: Arrivals = "even", seed: int = 0
-) -> Played:
+) -> PlayedItems:
     """Simulate the first ``items`` items of a plan."""
     return _Simulation(workflow, plan, items, arrivals, seed).played()
 
@@ -116,7 +116,7 @@ class _Simulation:
         self._events: list[_Event] = []
         self._number = 0
 
-    def played(self) -> Played:
+    def played(self) -> PlayedItems:
         """Play all events in the order of their times."""
         for item, begin_s in enumerate(self._injected):
             for source in self._workflow.sources:
@@ -124,7 +124,7 @@ class _Simulation:
         while self._events:
             event = heapq.heappop(self._events)
             (self._arrives if event.arrives else self._leaves)(event)
-        return Played(
+        return PlayedItems(
             injected_s=tuple(self._injected), finished_s=tuple(self._finished), busy_s=self._busy_s
         )  # fmt: skip
 
@@ -166,9 +166,9 @@ def capacity_per_s(workflow: Workflow, plan: WorkflowPlan) -> float:
     them."""
     busiest = [load.utilisation for choice in plan.choices for load in choice.workers]
     bits: dict[tuple[str, str], float] = {}
-    for one in plan.traffic:
-        way = one.source_tier, one.target_tier
-        bits[way] = bits.get(way, 0.0) + 8 * one.rate_per_s * workflow.message_bytes(one.source, plan.models)
+    for traffic in plan.traffic:
+        way = traffic.source_tier, traffic.target_tier
+        bits[way] = bits.get(way, 0.0) + 8 * traffic.rate_per_s * workflow.message_bytes(traffic.source, plan.models)
     for way, rate in bits.items():
         link = workflow.link(*way)
         if link is not None and link.bits_per_s:

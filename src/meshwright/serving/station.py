@@ -22,7 +22,7 @@ from meshwright.ir.graph import ITEM_BYTES
 from meshwright.serving.models import captured_variant, examples_of, items_of
 from meshwright.serving.plan import WorkflowPlan
 from meshwright.serving.routes import routes
-from meshwright.serving.simulate import Arrivals, Played, injections, service_s
+from meshwright.serving.simulate import Arrivals, PlayedItems, injections, service_s
 from meshwright.serving.wire import Address, Header, Inbox, Outbox
 from meshwright.serving.workflow import Workflow
 
@@ -32,7 +32,7 @@ PATIENCE_S = 60.0
 """Seconds without a message, once its next item has started, after which a worker gives up."""
 
 
-class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class StationJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A run of a plan. With ``emulate``, workers wait for the seconds of their profile in place of running models."""
 
     workflow: Workflow
@@ -63,7 +63,7 @@ class Station:
     """One station of a job. Making it loads and captures its model; then it has an ``address``. ``token``: the same for
     all stations of the job."""
 
-    def __init__(self, job: Job, name: str, host: str, token: str) -> None:
+    def __init__(self, job: StationJob, name: str, host: str, token: str) -> None:
         torch.set_num_threads(1)
         self._token = token
         self.job, self.name = job, name
@@ -85,7 +85,7 @@ class Station:
             LostRankError: another station cannot be reached, or a message is damaged.
         """
         consumers = self.job.workflow.consumers[self._output]
-        wanted = {route[one] for route in self._routes for one in consumers if self._sees(route)}
+        wanted = {route[consumer] for route in self._routes for consumer in consumers if self._sees(route)}
         outboxes = {name: Outbox(addresses[name], self._token) for name in sorted(wanted)}
         times = self._items(outboxes, begin_s) if self._operator else self._inject(outboxes, begin_s)
         for outbox in outboxes.values():
@@ -120,24 +120,24 @@ class Station:
     # --- workers -----------------------------------------------------------------------------------------------------
 
     def _items(self, outboxes: Mapping[str, Outbox], begin_s: float) -> list[tuple[int, float, float]]:
-        mine = [item for item, route in enumerate(self._routes) if route[self._operator] == self.name]
+        own_items = [item for item, route in enumerate(self._routes) if route[self._operator] == self.name]
         inputs = self.job.workflow.operator_of[self._operator].inputs
-        came: dict[int, dict[str, Tensor]] = {}
+        received: dict[int, dict[str, Tensor]] = {}
         times: list[tuple[int, float, float]] = []
         ended_s = begin_s
         job = self.job
         starts = injections(job.workflow.rate_per_s, job.items, job.arrivals, job.seed)
-        while len(times) < len(mine):
-            due_s = begin_s + starts[mine[len(times)]]
+        while len(times) < len(own_items):
+            due_s = begin_s + starts[own_items[len(times)]]
             patience_s = max(0.0, due_s - time.time()) + PATIENCE_S
             try:
                 header, payload, came_s = self._inbox.next(patience_s)
             except queue.Empty:
-                raise self._missing(set(mine) - {item for item, *_ in times}, came, inputs) from None
-            came.setdefault(header.item, {})[header.source] = _tensor(header, payload)
-            if len(came[header.item]) < len(inputs):
+                raise self._missing(set(own_items) - {item for item, *_ in times}, received, inputs) from None
+            received.setdefault(header.item, {})[header.source] = _tensor(header, payload)
+            if len(received[header.item]) < len(inputs):
                 continue
-            item, values = header.item, came.pop(header.item)
+            item, values = header.item, received.pop(header.item)
             # an emulated device begins when input and device are there, not when Python notices it
             begun_s = max(came_s, ended_s) if self._seconds else time.time()
             result = self._compute(item, values)
@@ -148,9 +148,11 @@ class Station:
             self._send(outboxes, item, result)
         return times
 
-    def _missing(self, left: set[int], came: Mapping[int, Mapping[str, Tensor]], inputs: tuple[str, ...]) -> Exception:
+    def _missing(
+        self, left: set[int], received: Mapping[int, Mapping[str, Tensor]], inputs: tuple[str, ...]
+    ) -> Exception:
         item = min(left)
-        names = [name for name in inputs if name not in came.get(item, {})]
+        names = [name for name in inputs if name not in received.get(item, {})]
         return FailedRankError(
             f"item {item} did not come from {', '.join(names)} within {PATIENCE_S:g} s", where=self.name,
             remedy="look at the stations before it: one of them has stopped, or a link is too slow",
@@ -197,7 +199,7 @@ def _tensor(header: Header, payload: bytearray) -> Tensor:
     return torch.frombuffer(payload, dtype=dtype).reshape(header.shape)
 
 
-def played(logs: list[StationLog], workflow: Workflow) -> Played:
+def played(logs: list[StationLog], workflow: Workflow) -> PlayedItems:
     """The logs of all stations as one account of the run."""
     items = max(len(log.times) for log in logs if log.role == "source")
     begun, ended = np.full(items, np.inf), np.zeros(items)
@@ -209,6 +211,6 @@ def played(logs: list[StationLog], workflow: Workflow) -> Played:
                 ended[item] = max(ended[item], end_s)
     first = float(begun.min())
     busy = {log.name: sum(end - begin for _, begin, end in log.times) for log in logs if log.role == "worker"}
-    return Played(
+    return PlayedItems(
         injected_s=tuple((begun - first).tolist()), finished_s=tuple((ended - first).tolist()), busy_s=busy
     )  # fmt: skip

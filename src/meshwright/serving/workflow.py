@@ -203,7 +203,9 @@ class Workflow(_Part, frozen=True, kw_only=True, dict=True):
         done: list[str] = []
         left = list(self.operators)
         while left:
-            ready = next(one for one in left if all(name in done or name in self.source_of for name in one.inputs))
+            ready = next(
+                operator for operator in left if all(name in done or name in self.source_of for name in operator.inputs)
+            )
             done.append(ready.name)
             left.remove(ready)
         return tuple(done)
@@ -262,6 +264,6 @@ class Workflow(_Part, frozen=True, kw_only=True, dict=True):
         if self.accuracies:
             return max(row.accuracy for row in self.accuracies)
         return math.prod(
-            max(1.0 if one.accuracy is None else one.accuracy for one in operator.variants)
+            max(1.0 if variant.accuracy is None else variant.accuracy for variant in operator.variants)
             for operator in self.operators
         )

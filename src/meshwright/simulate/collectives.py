@@ -76,7 +76,7 @@ class _Play:
         self._todo: list[deque[Move]] = [deque() for _ in self._programs]  # of this round
         self._leaving = [0] * len(self._programs)
         self._now = [0.0] * len(self._programs)
-        self._came: defaultdict[tuple[int, int], deque[float]] = defaultdict(deque)
+        self._arrivals: defaultdict[tuple[int, int], deque[float]] = defaultdict(deque)
 
     def seconds(self) -> float:
         for rank in range(len(self._programs)):
@@ -91,12 +91,12 @@ class _Play:
         while True:
             todo = self._todo[rank]
             while todo:
-                came = self._came[todo[0].source, rank]
-                if not came:
+                arrivals = self._arrivals[todo[0].source, rank]
+                if not arrivals:
                     return
                 taken = todo.popleft()
                 added = taken.length * self._item_bytes * self._gamma * taken.adds
-                self._now[rank] = max(self._now[rank], came.popleft()) + added
+                self._now[rank] = max(self._now[rank], arrivals.popleft()) + added
             if self._leaving[rank] or not self._programs[rank]:
                 return
             self._now[rank] = max(self._now[rank], time_s)
@@ -109,7 +109,7 @@ class _Play:
                     self._links.start(partial(self._arrive, rank, move.target), self._now[rank], flows)
 
     def _arrive(self, source: int, target: int, time_s: float) -> None:
-        self._came[source, target].append(time_s)
+        self._arrivals[source, target].append(time_s)
         self._leaving[source] -= 1
         self._go_on(target, time_s)
         self._go_on(source, time_s)

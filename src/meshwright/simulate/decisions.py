@@ -12,12 +12,12 @@ from functools import partial
 from meshwright.ir.schedule import Action, ActionKind
 from meshwright.schedules.message_driven import next_action
 from meshwright.simulate.network import Links
-from meshwright.simulate.program import ByRule, Entry
+from meshwright.simulate.program import ByRule, SimulatedAction
 
 _RECEIVES = {ActionKind.F: ActionKind.RECV_F, ActionKind.B: ActionKind.RECV_B}
 
 
-class Decisions:
+class RankDecisions:
     """The decisions of all classes of ranks. ``arrivals`` has the times at which messages arrive, by class and
     receiving action. ``run`` is called with a class and the entries that it runs next. Without entries, all
     micro-batches of the class have run. With ``links``, decisions are made on the clock of ``links``."""
@@ -26,7 +26,7 @@ class Decisions:
         self,
         rules: Sequence[ByRule | None],
         arrivals: Mapping[tuple[int, Action], float],
-        run: Callable[[int, tuple[Entry, ...]], None],
+        run: Callable[[int, tuple[SimulatedAction, ...]], None],
         links: Links | None,
     ) -> None:
         self._entries = [rule.entries if rule is not None else {} for rule in rules]

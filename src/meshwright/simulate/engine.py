@@ -10,12 +10,12 @@ from meshwright.errors import LayoutError, ScheduleError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.schedule import Action, Schedule
-from meshwright.simulate.decisions import Decisions
+from meshwright.simulate.decisions import RankDecisions
 from meshwright.simulate.faults import Faults
 from meshwright.simulate.fold import Classes, classes
 from meshwright.simulate.network import Links
-from meshwright.simulate.played import COMMUNICATION, COMPUTE, HOST, OUTSIDE, WAIT, Played, Timeline
-from meshwright.simulate.program import Entry, Meet, Post, RankProgram, Until, programs
+from meshwright.simulate.played import COMMUNICATION, COMPUTE, HOST, OUTSIDE, WAIT, PlayedStep, RankTimeline
+from meshwright.simulate.program import Meet, Post, RankProgram, SimulatedAction, Until, programs
 
 
 def play(
@@ -28,7 +28,7 @@ def play(
     contention: bool = False,
     faults: Faults | None = None,
     fold: bool = True,
-) -> Played:
+) -> PlayedStep:
     """Simulate one step.
 
     Each rank runs its actions in order, as the executor does. Under a message-driven schedule, it runs the next
@@ -73,7 +73,9 @@ def play(
     axes = {op.piece.axis for prog in played for entry in prog.entries for op in entry.ops if isinstance(op, Meet)}
     folded = classes(mesh, sorted(axes), colors)
     links = Links(fabric) if contention else None
-    return Played(mesh, folded, _Engine(mesh, folded, played, faults, links, overlap, cluster.software.step_s).run())
+    return PlayedStep(
+        mesh, folded, _Engine(mesh, folded, played, faults, links, overlap, cluster.software.step_s).run()
+    )
 
 
 class _Meeting:
@@ -101,7 +103,7 @@ class _Rank:
     )  # fmt: skip
 
     def __init__(self, program: RankProgram, faults: Faults, rank: int, begins_s: float) -> None:
-        self.timeline = Timeline(program.held_bytes)
+        self.timeline = RankTimeline(program.held_bytes)
         self.entries = list(program.entries)
         self.decides_at = program.by_rule.at if program.by_rule is not None else -1
         if begins_s:
@@ -143,9 +145,9 @@ class _Engine:
         self._waiting: dict[_Meeting | _MessageKey, list[int]] = {}
         self._ready: deque[int] = deque(range(len(self._ranks)))
         rules = [played[stage].by_rule for stage in stages]
-        self._decisions = Decisions(rules, self._arrivals, self._go_on, links)
+        self._decisions = RankDecisions(rules, self._arrivals, self._go_on, links)
 
-    def run(self) -> tuple[Timeline, ...]:
+    def run(self) -> tuple[RankTimeline, ...]:
         while True:
             while self._ready:
                 class_id = self._ready.popleft()
@@ -219,7 +221,7 @@ class _Engine:
         rank.place, rank.time_s, timeline.end_s = place, now, now
         return None
 
-    def _go_on(self, class_id: int, entries: tuple[Entry, ...]) -> None:
+    def _go_on(self, class_id: int, entries: tuple[SimulatedAction, ...]) -> None:
         """Run these entries, after which the rank decides again. Without entries, continue after the decisions."""
         rank = self._ranks[class_id]
         rank.entries[rank.place : rank.place] = entries

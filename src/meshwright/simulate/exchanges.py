@@ -31,7 +31,7 @@ ITEM, LONG = 4, 2**20
 """Bytes of an element, and the number of elements in a message that is so long that a codec's headers do not matter."""
 
 
-class Host(Protocol):
+class ExchangeHost(Protocol):
     """The simulation, as far as exchanges use it."""
 
     clocks: dict[int, int]
@@ -45,10 +45,10 @@ class Host(Protocol):
         """Check which replicas may begin now."""
 
 
-class Exchange(ABC, Generic[R]):
+class SimulatedExchange(ABC, Generic[R]):
     """The exchange of a rule, for all replicas."""
 
-    def __init__(self, rule: R, host: Host) -> None:
+    def __init__(self, rule: R, host: ExchangeHost) -> None:
         self.rule, self.host, self.letters = rule, host, host.letters
 
     def begun(self, replica: int, time_s: float) -> None:
@@ -69,20 +69,22 @@ class Exchange(ABC, Generic[R]):
         """A replica is no longer alive."""
 
 
-class NoExchange(Exchange[Consistency]):
+class NoExchange(SimulatedExchange[Consistency]):
     """No exchange, for ``ensemble``."""
 
 
-class Means(Exchange[Sync | Local | DiLoCo | ElasticAverage]):
+class Means(SimulatedExchange[Sync | Local | DiLoCo | ElasticAverage]):
     """Means over all replicas, for ``sync``, ``local``, ``diloco`` and synchronous ``easgd``. A mean begins when its
     last contributor is ready. It has two rounds of letters: segments are sent to their owners, and the owners send the
     means to all. ``exposed_s``: the time of a mean in seconds, if it is given instead of being computed from
     letters."""
 
-    def __init__(self, rule: Sync | Local | DiLoCo | ElasticAverage, host: Host, exposed_s: float | None) -> None:
+    def __init__(
+        self, rule: Sync | Local | DiLoCo | ElasticAverage, host: ExchangeHost, exposed_s: float | None
+    ) -> None:
         super().__init__(rule, host)
         self._exposed_s = exposed_s if isinstance(rule, Sync) else None
-        self._came: dict[int, set[int]] = {}
+        self._senders: dict[int, set[int]] = {}
         self._done: set[int] = set()
         self._known = dict.fromkeys(host.clocks, 0)
         self._joined_at = dict.fromkeys(host.clocks, 0)
@@ -94,17 +96,17 @@ class Means(Exchange[Sync | Local | DiLoCo | ElasticAverage]):
                 self._share *= codec_of(rule.codec).message_bytes(LONG, ITEM) / (ITEM * LONG)
 
     def ended(self, replica: int, time_s: float) -> None:
-        """See ``Exchange``."""
+        """See ``SimulatedExchange``."""
         super().ended(replica, time_s)
         clock = self.host.clocks[replica]
         if not self._is_due(clock):
             return
         self._known[replica] = clock
-        self._came.setdefault(clock, set()).add(replica)
+        self._senders.setdefault(clock, set()).add(replica)
         self._start_complete(time_s)
 
     def may_begin(self, replica: int) -> bool:
-        """See ``Exchange``."""
+        """See ``SimulatedExchange``."""
         clock = self.host.clocks[replica]
         match self.rule:
             case DiLoCo(delay=delay):
@@ -119,11 +121,11 @@ class Means(Exchange[Sync | Local | DiLoCo | ElasticAverage]):
         return may_proceed(self.rule, known, replica)
 
     def joined(self, replica: int, time_s: float) -> None:
-        """See ``Exchange``."""
+        """See ``SimulatedExchange``."""
         self._known[replica] = self._joined_at[replica] = self.host.clocks[replica]
 
     def left(self, replica: int, time_s: float) -> None:
-        """See ``Exchange``."""
+        """See ``SimulatedExchange``."""
         self._start_complete(time_s)
 
     def _is_due(self, clock: int) -> bool:
@@ -137,12 +139,12 @@ class Means(Exchange[Sync | Local | DiLoCo | ElasticAverage]):
 
     def _start_complete(self, time_s: float) -> None:
         """Begin the means to which all required living replicas have contributed."""
-        for clock, came in list(self._came.items()):
+        for clock, senders in list(self._senders.items()):
             members = self.host.members
-            if not all(member in came or self._joined_at[member] >= clock for member in members):
+            if not all(member in senders or self._joined_at[member] >= clock for member in members):
                 continue
-            del self._came[clock]
-            among = [member for member in members if member in came]
+            del self._senders[clock]
+            among = [member for member in members if member in senders]
             open_ones = set(among)
             for member in among:
                 finish = partial(self._finish, clock, open_ones, member)
@@ -159,7 +161,7 @@ class Means(Exchange[Sync | Local | DiLoCo | ElasticAverage]):
             self.host.look(time_s)
 
 
-class Ranges(Exchange[Server | Partial]):
+class Ranges(SimulatedExchange[Server | Partial]):
     """Servers that hold ranges of the parameters, for ``server``; and the server that adds up gradients, for
     ``partial``. A push goes to the first living copy of each range, and from there to the other copies. After that it
     may be answered.
@@ -168,7 +170,7 @@ class Ranges(Exchange[Server | Partial]):
         pushed: maps replicas to the clock of the last push that has reached all servers.
     """
 
-    def __init__(self, rule: Server | Partial, host: Host) -> None:
+    def __init__(self, rule: Server | Partial, host: ExchangeHost) -> None:
         super().__init__(rule, host)
         self._servers = rule.servers if isinstance(rule, Server) else 1
         self.pushed = dict.fromkeys(host.clocks, 0)
@@ -176,22 +178,22 @@ class Ranges(Exchange[Server | Partial]):
         self._waits: set[int] = set()
 
     def ended(self, replica: int, time_s: float) -> None:
-        """See ``Exchange``."""
+        """See ``SimulatedExchange``."""
         super().ended(replica, time_s)
         self._waits.add(replica)
         clock = self.host.clocks[replica]
         self.letters.send(partial(self._forward, replica, clock), time_s, self._pushes(replica))
 
     def may_begin(self, replica: int) -> bool:
-        """See ``Exchange``."""
+        """See ``SimulatedExchange``."""
         return replica not in self._waits
 
     def joined(self, replica: int, time_s: float) -> None:
-        """See ``Exchange``."""
+        """See ``SimulatedExchange``."""
         self.pushed[replica] = self.host.clocks[replica]
 
     def left(self, replica: int, time_s: float) -> None:
-        """See ``Exchange``."""
+        """See ``SimulatedExchange``."""
         self._asks.discard(replica)
         self._waits.discard(replica)
         self.settle(time_s)
@@ -253,7 +255,7 @@ class Rounds(Ranges):
     that it has applied. A round closes when enough replicas have pushed for it. Late gradients count in the next
     round."""
 
-    def __init__(self, rule: Partial, host: Host) -> None:
+    def __init__(self, rule: Partial, host: ExchangeHost) -> None:
         super().__init__(rule, host)
         self._closed = 0
 
@@ -274,36 +276,36 @@ class Rounds(Ranges):
         super().answered(replica, time_s)
 
 
-class Neighbours(Exchange[Gossip]):
+class Neighbours(SimulatedExchange[Gossip]):
     """The exchange of ``gossip``. Without staleness, and with push-sum, replicas send after a step. Otherwise they send
     before it, so that letters travel while gradients are computed."""
 
-    def __init__(self, rule: Gossip, host: Host) -> None:
+    def __init__(self, rule: Gossip, host: ExchangeHost) -> None:
         super().__init__(rule, host)
         self._heard: dict[int, dict[int, int]] = {replica: {} for replica in host.clocks}
         self._handed = dict.fromkeys(host.clocks, 0)
         self._early = rule.staleness != 0 and not rule.push
 
     def begun(self, replica: int, time_s: float) -> None:
-        """See ``Exchange``."""
+        """See ``SimulatedExchange``."""
         clock = self.host.clocks[replica]
         if self._early and clock > self._handed[replica]:
             self._send(replica, clock + max(0, self.rule.staleness) - 1, time_s)
 
     def ended(self, replica: int, time_s: float) -> None:
-        """See ``Exchange``."""
+        """See ``SimulatedExchange``."""
         super().ended(replica, time_s)
         if not self._early:
             self._send(replica, self.host.clocks[replica] - 1, time_s)
 
     def may_begin(self, replica: int) -> bool:
-        """See ``Exchange``."""
+        """See ``SimulatedExchange``."""
         heard = self._heard[replica]
         clocks = {member: heard.get(member, 0) for member in self.host.members}
         return may_proceed(self.rule, clocks | {replica: self.host.clocks[replica]}, replica)
 
     def joined(self, replica: int, time_s: float) -> None:
-        """See ``Exchange``."""
+        """See ``SimulatedExchange``."""
         self._handed[replica] = self.host.clocks[replica]
         self.left(replica, time_s)
 
@@ -324,17 +326,17 @@ class Neighbours(Exchange[Gossip]):
         self.host.look(time_s)
 
 
-class Center(Exchange[ElasticAverage]):
+class Center(SimulatedExchange[ElasticAverage]):
     """Asynchronous ``easgd``: a replica's parameters are sent to the center's first keeper, the change to the second
     keeper, and then back to the replica. Replicas never wait. While an answer is on its way, a replica sends no further
     request."""
 
-    def __init__(self, rule: ElasticAverage, host: Host) -> None:
+    def __init__(self, rule: ElasticAverage, host: ExchangeHost) -> None:
         super().__init__(rule, host)
         self._asked: set[int] = set()
 
     def begun(self, replica: int, time_s: float) -> None:
-        """See ``Exchange``."""
+        """See ``SimulatedExchange``."""
         clock = self.host.clocks[replica]
         if not clock or clock % self.rule.every or replica in self._asked:
             return
@@ -350,7 +352,7 @@ class Center(Exchange[ElasticAverage]):
             self._asked.discard(replica)
 
 
-def exchange_of(rule: Consistency, exposed_s: float | None) -> Callable[[Host], Exchange[Consistency]]:
+def exchange_of(rule: Consistency, exposed_s: float | None) -> Callable[[ExchangeHost], SimulatedExchange[Consistency]]:
     """The exchange of a rule."""
     match rule:
         case Server():

@@ -15,7 +15,7 @@ OUTSIDE = "data, logging, waiting for the loss"
 """The name of the span of ``Software.step_s``."""
 
 
-class Timeline:
+class RankTimeline:
     """The step of one rank. A span is (stream, name, start, end, bytes, flops). An entry of ``memory`` is (time, bytes
     that are held from this time on)."""
 
@@ -26,10 +26,10 @@ class Timeline:
         self.waits_for = ""
 
 
-class Played:
+class PlayedStep:
     """A simulated step. ``classes.of`` maps a rank to the index of its timeline."""
 
-    def __init__(self, mesh: Mesh, folded: Classes, timelines: tuple[Timeline, ...]) -> None:
+    def __init__(self, mesh: Mesh, folded: Classes, timelines: tuple[RankTimeline, ...]) -> None:
         self.mesh, self.classes, self.timelines = mesh, folded, timelines
 
     @property

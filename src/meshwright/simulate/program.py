@@ -9,7 +9,7 @@ from meshwright.cost.fabric import Fabric
 from meshwright.cost.work import Communicate, Compute, Piece, StageWork, StepWork, Wait
 from meshwright.errors import LayoutError, ScheduleError
 from meshwright.ir.schedule import Action, ActionKind, Schedule
-from meshwright.schedules.message_driven import Progress
+from meshwright.schedules.message_driven import RankProgress
 from meshwright.schedules.passes import add_communication
 from meshwright.schedules.timing import PARTNER, communicates
 
@@ -41,7 +41,7 @@ class Post(NamedTuple):
 Op = Compute | Meet | Until | Post
 
 
-class Entry(NamedTuple):
+class SimulatedAction(NamedTuple):
     """One action of a program. The rank waits for ``receives``, then runs ``ops``. It allocates ``born`` bytes at the
     start, needs ``workspace`` bytes while the action runs, and frees ``dying`` bytes at the end."""
 
@@ -58,15 +58,15 @@ class ByRule(NamedTuple):
     ``at`` of its entries. ``entries`` maps each action to its entries: its computing and its send."""
 
     at: int
-    begin: Progress
-    entries: dict[Action, tuple[Entry, ...]]
+    begin: RankProgress
+    entries: dict[Action, tuple[SimulatedAction, ...]]
 
 
 class RankProgram(NamedTuple):
     """The entries that a pipeline rank runs in a step, and the bytes that it holds during the whole step. Under a
     message-driven schedule, ``by_rule`` has the entries whose order is decided by a rule."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[SimulatedAction, ...]
     held_bytes: int
     by_rule: ByRule | None = None
 
@@ -114,8 +114,10 @@ class _Builder:
         self.plain: dict[tuple[int, ActionKind], tuple[Op, ...]] = {}  # ops of actions that only compute
 
     def program(self) -> RankProgram:
-        entries = [Entry("before", None, self._ops(self.work.stages[stage].before, stage)) for stage in self.stages]
-        begun, decided = len(entries), dict[Action, tuple[Entry, ...]]()
+        entries = [
+            SimulatedAction("before", None, self._ops(self.work.stages[stage].before, stage)) for stage in self.stages
+        ]
+        begun, decided = len(entries), dict[Action, tuple[SimulatedAction, ...]]()
         for action in self.schedule.ranks[self.rank]:
             kind = action.kind
             if self.schedule.in_flight and kind is not ActionKind.REDUCE_GRAD:
@@ -127,18 +129,20 @@ class _Builder:
                 entries.append(self._sending(action))
             elif kind is ActionKind.REDUCE_GRAD:
                 pieces = self.work.stages[action.stage].pieces.get(kind.value, ())
-                entries.append(Entry(action, None, self._ops(pieces, action.stage, str(action))))
-        entries += [Entry("after", None, self._ops(self.work.stages[stage].after, stage)) for stage in self.stages]
+                entries.append(SimulatedAction(action, None, self._ops(pieces, action.stage, str(action))))
+        entries += [
+            SimulatedAction("after", None, self._ops(self.work.stages[stage].after, stage)) for stage in self.stages
+        ]
         actions = self.schedule.ranks[self.rank].actions
         held_bytes = sum(self.work.held_bytes(stage, actions) for stage in self.stages)
         if not decided:
             return RankProgram(tuple(entries), held_bytes)
-        begin = Progress(
+        begin = RankProgress(
             self.stages[0], self.schedule.num_stages, self.schedule.num_microbatches, self.schedule.in_flight
         )
         return RankProgram(tuple(entries), held_bytes, ByRule(begun, begin, decided))
 
-    def _without_meetings(self, entry: Entry) -> Entry:
+    def _without_meetings(self, entry: SimulatedAction) -> SimulatedAction:
         """Return the entry, after checking that it has no collective with other ranks, because ranks would reach it in
         different orders."""
         for op in entry.ops:
@@ -150,14 +154,14 @@ class _Builder:
                 )
         return entry
 
-    def _sends_after(self, action: Action) -> tuple[Entry, ...]:
+    def _sends_after(self, action: Action) -> tuple[SimulatedAction, ...]:
         """The send of an action's result, if another stage reads it."""
         sends, further = (ActionKind.SEND_F, 1) if action.kind is ActionKind.F else (ActionKind.SEND_B, -1)
         if action.stage + further not in self.homes:
             return ()
         return (self._sending(Action(action.stage, sends, action.microbatch)),)
 
-    def _computing(self, action: Action) -> Entry:
+    def _computing(self, action: Action) -> SimulatedAction:
         stage, kind = self.work.stages[action.stage], action.kind
         receives, receive = None, _RECEIVED_BY.get(kind)
         if receive is not None and self.homes.get(action.stage + PARTNER[receive][0], self.rank) != self.rank:
@@ -166,7 +170,7 @@ class _Builder:
         # A forward allocates what it saves; a received value counts from here on.
         taken = 0 if kind is ActionKind.F else min(memory.taken_bytes, self._kept_bytes(action.stage, kind))
         grows = memory.left_bytes - taken
-        return Entry(
+        return SimulatedAction(
             action,
             receives,
             self._ops_of(action, stage),
@@ -195,14 +199,14 @@ class _Builder:
             self.plain[key] = ops
         return ops
 
-    def _sending(self, action: Action) -> Entry:
+    def _sending(self, action: Action) -> SimulatedAction:
         step, receive = PARTNER[action.kind]
         stage = self.work.stages[action.stage]
         num_bytes = stage.sent_up_bytes if step > 0 else stage.sent_down_bytes
         target = self.homes[action.stage + step]
         seconds = self.fabric.send_s(num_bytes, self.rank, target)
         received = Action(action.stage + step, receive, action.microbatch)
-        return Entry(action, None, (Post(received, target, num_bytes, seconds),))
+        return SimulatedAction(action, None, (Post(received, target, num_bytes, seconds),))
 
     def _ops(self, pieces: Sequence[Piece], stage: int, label: str = "") -> tuple[Op, ...]:
         """The operations of ``pieces``. If ``label`` names an action, successive Computes become one operation. Without

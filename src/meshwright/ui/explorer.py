@@ -13,7 +13,7 @@ from meshwright.errors import ClusterError, LayoutError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.files import did_you_mean
 from meshwright.ir.trace import Trace
-from meshwright.prediction import Option, SearchResult
+from meshwright.prediction import SearchResult, SetupOption
 from meshwright.report import PageContent, WeighedLayout
 from meshwright.report.timeline import Timeline, stages_timeline
 
@@ -48,7 +48,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     question: Question
     cluster: Cluster
     result: SearchResult
-    chosen: Option
+    chosen: SetupOption
     report: PageContent
     others: tuple[WeighedLayout, ...]
     trace: Trace | None
@@ -61,9 +61,9 @@ def read_question(query: Mapping[str, str]) -> Question:
     Raises:
         LayoutError: a key is unknown, or a value has the wrong type or size.
     """
-    given = {key: value for key, value in query.items() if value != ""}
+    fields = {key: value for key, value in query.items() if value != ""}
     try:
-        return msgspec.convert(given, Question, strict=False)
+        return msgspec.convert(fields, Question, strict=False)
     except msgspec.ValidationError as error:
         problem, _, place = str(error).partition(" - at `$.")
         remedy = "correct the value, or open the page anew"
@@ -159,16 +159,16 @@ class Explorer:
                 self._searches.popitem(last=False)
             return cluster, result
 
-    def _chosen(self, question: Question, cluster: Cluster, result: SearchResult) -> Option:
+    def _chosen(self, question: Question, cluster: Cluster, result: SearchResult) -> SetupOption:
         if question.layout:
-            found = {prediction.layout_words(option.setup): option for option in (*result.options, *result.front)}
-            return found.get(question.layout) or self._given(question, cluster)
+            by_words = {prediction.layout_words(option.setup): option for option in (*result.options, *result.front)}
+            return by_words.get(question.layout) or self._given(question, cluster)
         best = result.options[0] if result.options else result.nearest
         if best is None:
             raise LayoutError("there is no layout", where=question.model, remedy="take more devices")
         return best
 
-    def _given(self, question: Question, cluster: Cluster) -> Option:
+    def _given(self, question: Question, cluster: Cluster) -> SetupOption:
         model = prediction.load_model(question.model, sequence=question.seq)
         setup = prediction.setup_of(
             question.layout, model, question.batch, question.devices, cluster.device, where="layout"
@@ -191,7 +191,7 @@ def _is_name(text: str) -> bool:
     return not text.endswith(".toml") and all(letter.isalnum() or letter in "-_" for letter in text)
 
 
-def commands(question: Question, chosen: Option) -> list[tuple[str, str]]:
+def commands(question: Question, chosen: SetupOption) -> list[tuple[str, str]]:
     """The command lines that make what the page shows: what each is for, and the line. With other links, they name the
     file ``CHANGED``, which the page exports."""
     named = question.cluster if question.inside == question.between == 1 else CHANGED

@@ -69,8 +69,8 @@ class Gate:
             return _forbidden("another site's page asks")
         if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
             return _forbidden("another site's page asks")
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        known = any(_equal(each, self._token) for each in (given, request.cookies.get(self._cookie, "")))
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+        known = any(_equal(each, self._token) for each in (bearer, request.cookies.get(self._cookie, "")))
         return None if known or self._comes_with_token(request) else _forbidden("the token is missing or wrong")
 
     def _greeting(self, request: Request) -> Response | None:
@@ -90,8 +90,8 @@ class Gate:
         )
 
 
-def _equal(given: str, expected: str) -> bool:
-    return bool(expected) and hmac.compare_digest(given.encode(errors="replace"), expected.encode())
+def _equal(received: str, expected: str) -> bool:
+    return bool(expected) and hmac.compare_digest(received.encode(errors="replace"), expected.encode())
 
 
 def _forbidden(why: str) -> Response:

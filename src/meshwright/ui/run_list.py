@@ -47,7 +47,7 @@ class RunPage(msgspec.Struct, frozen=True, kw_only=True):
     pages: int
 
 
-class _Found(NamedTuple):
+class _RunEntry(NamedTuple):
     changed_s: float
     name: str
 
@@ -60,15 +60,15 @@ class RunFolders:
 
     def page(self, words: str = "", number: int = 1) -> RunPage:
         """A page of the list, of the runs whose names contain ``words``. Only these rows' ledgers are read."""
-        found = sorted((each for each in self._found() if words.lower() in each.name.lower()), reverse=True)
-        pages = max(1, -(-len(found) // SHOWN))
+        entries = sorted((each for each in self._scan() if words.lower() in each.name.lower()), reverse=True)
+        pages = max(1, -(-len(entries) // SHOWN))
         number = min(max(1, number), pages)
-        shown = found[(number - 1) * SHOWN : number * SHOWN]
-        return RunPage(rows=tuple(self._row(each) for each in shown), total=len(found), page=number, pages=pages)
+        shown = entries[(number - 1) * SHOWN : number * SHOWN]
+        return RunPage(rows=tuple(self._row(each) for each in shown), total=len(entries), page=number, pages=pages)
 
     def names(self, most: int) -> list[str]:
         """The names of the newest runs that have a plan, at most so many."""
-        newest = sorted(self._found(), reverse=True)
+        newest = sorted(self._scan(), reverse=True)
         return [each.name for each in newest[: 2 * most] if (self.path(each.name) / PLAN).is_file()][:most]
 
     def path(self, name: str) -> Path:
@@ -85,26 +85,26 @@ class RunFolders:
             raise FileFormatError("there is no such run", where=name, remedy="choose one of the list")
         return place
 
-    def _found(self) -> list[_Found]:
-        found = []
+    def _scan(self) -> list[_RunEntry]:
+        listed = []
         try:
             with os.scandir(self.folder) as entries:
                 for entry in entries:
                     changed_s = _changed_s(Path(entry.path)) if entry.is_dir() else None
                     if changed_s is not None:
-                        found.append(_Found(changed_s, entry.name))
+                        listed.append(_RunEntry(changed_s, entry.name))
         except OSError:
             return []
         own_s = _changed_s(self.folder)
-        return [*found, *([_Found(own_s, ".")] if own_s is not None else [])]
+        return [*listed, *([_RunEntry(own_s, ".")] if own_s is not None else [])]
 
-    def _row(self, found: _Found) -> RunRow:
-        place = self.path(found.name)
-        shown = place.resolve().name if found.name == "." else found.name
+    def _row(self, entry: _RunEntry) -> RunRow:
+        place = self.path(entry.name)
+        shown = place.resolve().name if entry.name == "." else entry.name
         row = RunRow(
-            name=os.fsencode(shown).decode(errors="replace"), link=found.name,
-            changed=time.strftime("%Y-%m-%d %H:%M", time.localtime(found.changed_s)),
-            has_plan=(place / PLAN).is_file(), named=found.name.isprintable() or found.name.isascii(),
+            name=os.fsencode(shown).decode(errors="replace"), link=entry.name,
+            changed=time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.changed_s)),
+            has_plan=(place / PLAN).is_file(), named=entry.name.isprintable() or entry.name.isascii(),
         )  # fmt: skip
         try:
             if (place / LEDGER).stat().st_size > MOST_BYTES:

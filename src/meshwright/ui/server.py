@@ -69,7 +69,7 @@ class Pages:
             "/run/plan.json": self._plan, "/compare": self._compare,
         }  # fmt: skip
         return [
-            *(Route(path, _told(page)) for path, page in pages.items()),
+            *(Route(path, _with_error_pages(page)) for path, page in pages.items()),
             *(Route(f"/static/{name}", _static(name, room)) for name, room in STATIC.items()),
         ]
 
@@ -116,10 +116,12 @@ class Pages:
 
     def _run_list(self, request: Request) -> Response:
         words, number = request.query_params.get("q", ""), request.query_params.get("page", "1")
-        found = self._runs.page(words, int(number) if number.isdecimal() and len(number) < 9 else 1)
-        links = [_linked(row.link) for row in found.rows]
+        run_page = self._runs.page(words, int(number) if number.isdecimal() and len(number) < 9 else 1)
+        links = [_linked(row.link) for row in run_page.rows]
         folder = os.fsencode(self._runs.folder).decode(errors="replace")
-        return self._page("runs.html.j2", "runs", found=found, words=words, links=links, folder=folder, run=RUN_PLAN)
+        return self._page(
+            "runs.html.j2", "runs", run_page=run_page, words=words, links=links, folder=folder, run=RUN_PLAN
+        )
 
     def _folder(self, request: Request) -> Path:
         return self._runs.path(_run_name(request))
@@ -181,7 +183,7 @@ STATIC = {
 """Files that pages name, with the package in which each lies."""
 
 
-def _told(page: Callable[[Request], Response]) -> Callable[[Request], Response]:
+def _with_error_pages(page: Callable[[Request], Response]) -> Callable[[Request], Response]:
     """The page, with errors of users as answers: an error as HTML for pages and parts of pages, else as text."""
 
     def answer(request: Request) -> Response:
@@ -220,8 +222,8 @@ def _file(content: bytes, kind: str, name: str) -> Response:
 def _query(question: Question) -> str:
     """The question as a query string, without default values."""
     usual = msgspec.to_builtins(Question())
-    given = {key: value for key, value in msgspec.to_builtins(question).items() if value != usual[key]}
-    return urlencode({"model": question.model, "cluster": question.cluster} | given)
+    changed = {key: value for key, value in msgspec.to_builtins(question).items() if value != usual[key]}
+    return urlencode({"model": question.model, "cluster": question.cluster} | changed)
 
 
 def _run_name(request: Request) -> str:

@@ -10,7 +10,7 @@ import msgspec
 from meshwright.errors import LayoutError
 from meshwright.ir import files
 from meshwright.worked import algorithms, divisions, exchange, kept, planning, pruning, servers, sizes, traffic
-from meshwright.worked.kept import Kept
+from meshwright.worked.kept import KeptResult
 from meshwright.worked.line import Line
 
 __all__ = ["CAPTURED", "LECTURES", "RESULTS", "SEARCHED", "Line", "Worked", "recompute", "worked_names"]
@@ -104,7 +104,9 @@ def recompute(name: str, *, results: Path = RESULTS, captured: Callable[[str], I
     lines = [line for part in example.formulas for line in part()]
     if example.captured:
         abouts.append(example.captured)
-        own = Kept(LECTURES, "make bench-lectures", lambda result: kept.example_of(name, result), (example.captured,))
+        own = KeptResult(
+            LECTURES, "make bench-lectures", lambda result: kept.example_of(name, result), (example.captured,)
+        )
         lines += captured(name) if captured is not None else kept.read(own, results)
     if measured:
         lines += kept.read(measured, results)

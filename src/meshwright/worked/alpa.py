@@ -68,7 +68,7 @@ class Sizes(NamedTuple):
     widened: int = 0
 
 
-class Pair(NamedTuple):
+class AlpaPair(NamedTuple):
     """A model and a number of devices, with the published throughputs in TFLOP/s per device (in the order of ``KINDS``;
     None: out of memory). ``flops`` are the FLOPs of a step, as Alpa counts them."""
 
@@ -96,14 +96,14 @@ _FAMILIES = {"gpt": "GPT", "moe": "MoE", "wresnet": "Wide-ResNet"}
 VOCABULARY = {"gpt": 51200, "moe": 32000, "wresnet": 0}
 
 
-def _gpt_flops(pair: Pair) -> float:
+def _gpt_flops(pair: AlpaPair) -> float:
     layers, width = pair.sizes[:2]
     tokens = pair.batch * SEQUENCE
     blocks = 96.0 * tokens * width**2 * layers * (1 + SEQUENCE / (6 * width))
     return blocks + 6.0 * tokens * width * VOCABULARY["gpt"]
 
 
-def _moe_flops(pair: Pair) -> float:
+def _moe_flops(pair: AlpaPair) -> float:
     """Half of the layers are dense. The MLPs are eight times as wide as the model. Tokens are sent to the experts and
     back by products with one-hot matrices."""
     layers, width, _, experts = pair.sizes[:4]
@@ -115,19 +115,19 @@ def _moe_flops(pair: Pair) -> float:
     return 4.0 * layers / 2 * (dense + sparse) + 6.0 * tokens * width * VOCABULARY["moe"]
 
 
-def _gpt(name: str, layers: int, width: int, heads: int, devices: int, *published: float | None) -> Pair:
-    return Pair("gpt", name, Sizes(layers, width, heads), devices, _four(published))
+def _gpt(name: str, layers: int, width: int, heads: int, devices: int, *published: float | None) -> AlpaPair:
+    return AlpaPair("gpt", name, Sizes(layers, width, heads), devices, _four(published))
 
 
-def _moe(name: str, layers: int, width: int, experts: int, devices: int, *published: float | None) -> Pair:
-    return Pair("moe", name, Sizes(layers, width, 16, experts), devices, _four(published))
+def _moe(name: str, layers: int, width: int, experts: int, devices: int, *published: float | None) -> AlpaPair:
+    return AlpaPair("moe", name, Sizes(layers, width, 16, experts), devices, _four(published))
 
 
 def _wide(
     name: str, layers: int, width: int, widened: int, devices: int, counted: float, *published: float | None
-) -> Pair:
+) -> AlpaPair:
     batch = 1520 if layers == 101 else 1536
-    return Pair("wresnet", name, Sizes(layers, width, widened=widened), devices, _four(published), batch, counted)
+    return AlpaPair("wresnet", name, Sizes(layers, width, widened=widened), devices, _four(published), batch, counted)
 
 
 def _four(published: Sequence[float | None]) -> Published:
@@ -135,7 +135,7 @@ def _four(published: Sequence[float | None]) -> Published:
     return manual, intra, inter, both
 
 
-PAIRS: tuple[Pair, ...] = (
+PAIRS: tuple[AlpaPair, ...] = (
     _gpt("350M", 24, 1024, 16, 1, 47.53, 46.20, 44.23, 45.07),
     _gpt("760M", 24, 1536, 16, 2, 55.53, 59.54, 57.94, 57.92),
     _gpt("1.3B", 24, 2048, 32, 4, 55.89, 58.36, 53.99, 58.21),
@@ -164,7 +164,7 @@ predictor was not fitted to these numbers. The intra-operator runs of GPT 15B an
 6.8B and 13B had 16 to 256 samples. Their throughput is used for the whole batch, as in the artifact."""
 
 
-def pairs_of(family: str = "") -> tuple[Pair, ...]:
+def pairs_of(family: str = "") -> tuple[AlpaPair, ...]:
     """The pairs of a family; by default, all pairs."""
     return tuple(pair for pair in PAIRS if family in ("", pair.family))
 
@@ -219,7 +219,7 @@ def optimizer_of(family: Family, kind: Kind) -> OptimizerCost:
 # --- the comparison ---------------------------------------------------------------------------------------------------
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
+class PlannerResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a search: the layout, and the predicted seconds of a step. ``problem`` is the reason if no layout
     was found; ``step_s`` is then 0."""
 
@@ -231,14 +231,14 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 class Compared(NamedTuple):
     """A pair with its predictions in TFLOP/s per device; None: no layout fits in memory."""
 
-    pair: Pair
-    found: Mapping[Kind, Found]
+    pair: AlpaPair
+    results: Mapping[Kind, PlannerResult]
 
     @property
     def predicted(self) -> dict[Kind, float | None]:
         """The predicted throughput of each planner."""
         each = self.pair.flops / self.pair.devices / 1e12
-        return {kind: each / result.step_s if result.step_s else None for kind, result in self.found.items()}
+        return {kind: each / result.step_s if result.step_s else None for kind, result in self.results.items()}
 
     @property
     def published(self) -> dict[Kind, float | None]:
@@ -355,7 +355,7 @@ def lines_of(results: Sequence[Compared]) -> Iterator[Line]:
                 f"{kind} {_text(result.predicted[kind])} ({_text(result.published[kind])})" for kind in KINDS
             ),
             verdict="agrees" if result.winner_is_right else "we differ",
-            why="; ".join(f"{kind}: {result.found[kind].layout or result.found[kind].problem}" for kind in KINDS),
+            why="; ".join(f"{kind}: {result.results[kind].layout or result.results[kind].problem}" for kind in KINDS),
         )
     summary = summary_of(results)
     yield held(

@@ -5,7 +5,7 @@ import random
 from collections.abc import Iterator, Sequence
 
 from meshwright.errors import LayoutError
-from meshwright.planner.workspace import Choice, divided, pareto, share
+from meshwright.planner.workspace import KernelChoice, divided, pareto, share
 from meshwright.worked.line import Line, held
 
 CASES = 200
@@ -42,13 +42,13 @@ def mu_cudnn() -> Iterator[Line]:
     )
 
 
-def _table(draw: random.Random) -> list[Choice]:
+def _table(draw: random.Random) -> list[KernelChoice]:
     """Some kernels for several numbers of samples; one of them always runs a single sample without workspace."""
     kernels = [
-        Choice(name, draw.randint(1, SAMPLES), float(draw.randint(1, MOST_SECONDS)), draw.randint(0, MOST_BYTES))
+        KernelChoice(name, draw.randint(1, SAMPLES), float(draw.randint(1, MOST_SECONDS)), draw.randint(0, MOST_BYTES))
         for name in "abcdef"[: draw.randint(2, 6)]
     ]
-    return [Choice("slow", 1, float(MOST_SECONDS), 0), *kernels]
+    return [KernelChoice("slow", 1, float(MOST_SECONDS), 0), *kernels]
 
 
 def _alone(draw: random.Random) -> tuple[int, int]:
@@ -79,10 +79,10 @@ def _together(draw: random.Random) -> tuple[int, int]:
             if sum(each.workspace_bytes for each in combination) <= total
         ]
         try:
-            found: float | None = sum(each.seconds for each in share(sets, total).values())
+            shared: float | None = sum(each.seconds for each in share(sets, total).values())
         except LayoutError:  # nothing fits
-            found = None
-        right += found == min(fitting, default=None)
+            shared = None
+        right += shared == min(fitting, default=None)
     return right, CASES // 4
 
 
@@ -99,7 +99,7 @@ def _never_slower(draw: random.Random) -> tuple[int, int]:
     return slower, total
 
 
-def every_division(choices: Sequence[Choice], samples: int) -> Iterator[tuple[Choice, ...]]:
+def every_division(choices: Sequence[KernelChoice], samples: int) -> Iterator[tuple[KernelChoice, ...]]:
     """Every multiset of pieces with this number of samples in total."""
     if samples == 0:
         yield ()

@@ -11,7 +11,7 @@ from meshwright.ir.result import Comparison, Finding, Result, Utilization
 from meshwright.worked.line import Line, held
 
 
-class Kept(NamedTuple):
+class KeptResult(NamedTuple):
     """A result file, the command that writes it, the function that finds the lines of an example in it, and the claims
     of these lines, for the case that there is no file."""
 
@@ -21,7 +21,7 @@ class Kept(NamedTuple):
     claims: tuple[str, ...]
 
 
-def read(kept: Kept, folder: Path) -> Iterator[Line]:
+def read(kept: KeptResult, folder: Path) -> Iterator[Line]:
     """The lines of an example from ``FILE.json`` in a folder of result files. If the file is not there, the verdict on
     every claim is ``not measured``.
 
@@ -42,8 +42,8 @@ DEEPBENCH = "up to 4.54 x as fast (single convolutions of DeepBench, on GPUs)"
 
 def mu_cudnn(result: Result) -> Iterator[Line]:
     """The gain of convolutions in pieces on this project's machine, beside the published gain."""
-    found = [each for each in result.findings if "an eighth of the workspace" in each.target]
-    gains = {each.target.split(",")[0]: 1 / each.ratio for each in found if isinstance(each, Comparison)}
+    limited_findings = [each for each in result.findings if "an eighth of the workspace" in each.target]
+    gains = {each.target.split(",")[0]: 1 / each.ratio for each in limited_findings if isinstance(each, Comparison)}
     costs = []
     for name in gains:
         limited, free = (_finding(result, f"{name}, {words}") for words in ("an eighth", "no limit"))
@@ -57,7 +57,7 @@ def mu_cudnn(result: Result) -> Iterator[Line]:
         verdict="we differ",
         why="whole training steps in an eighth of the workspace, beside PyTorch's convolutions of one sample at a "
         f"time. On a core of a CPU, these are only a little slower than those of all samples ({', '.join(costs)}), so "
-        f"that pieces have little to gain; {_made(result)}",
+        f"that pieces have little to gain; {_provenance(result)}",
     )
 
 
@@ -74,7 +74,7 @@ def jellybean(result: Result) -> Iterator[Line]:
         f"{cost:.3f} $/h at accuracy {accuracy:g}",
         abs(compute + communication - published) < 5e-3 and cost <= published and accuracy >= 56.59,
         f"the artifact's sum is {published:.3f} $/h; ours is {1 - cost / published:.1%} cheaper, and proven to be the "
-        f"cheapest; {_made(result)}",
+        f"cheapest; {_provenance(result)}",
     )
     saved = {}
     for words in ("on a single tier", "with uniform models"):
@@ -84,7 +84,7 @@ def jellybean(result: Result) -> Iterator[Line]:
         JELLYBEAN[1],
         ", ".join(f"{share:.1%} below the best plan {words}" for words, share in saved.items()),
         all(share >= 0.3 for share in saved.values()),
-        f"planned, for the published workflow; {_made(result)}",
+        f"planned, for the published workflow; {_provenance(result)}",
     )
 
 
@@ -104,7 +104,7 @@ def sparse(result: Result) -> Iterator[Line]:
         times > 1 and step > 1,
         "2 boxes of 2 ranks: 64 MiB of which 1 % is chosen; a step of an MLP with topk(1%)+qsgd(4), beside "
         f"DistributedDataParallel; at 0.1 Gbit/s the step is {_ratio(slower, 'DDP', 'topk(1%)+qsgd(4)'):.1f} x as "
-        f"fast; {_made(result)}",
+        f"fast; {_provenance(result)}",
     )
 
 
@@ -124,7 +124,7 @@ def alexnet(result: Result) -> Iterator[Line]:
             plan.measured,
             plan.verdict == "pass",
             "time of a step, over that of the better of all data parallel and all tensor parallel; batch of 1,024; "
-            f"{_made(result)}",
+            f"{_provenance(result)}",
         )
 
 
@@ -146,41 +146,41 @@ NAIVE_WHY = {
 def utilization(result: Result) -> Iterator[Line]:
     """The parts of this machine's peak that products and training steps reach, in tuned and in naive code."""
     for name, claim in UTILIZATION.items():
-        found = next((each for each in result.findings if each.target.startswith(f"{name}: ")), None)
-        if not isinstance(found, Utilization):
+        finding = next((each for each in result.findings if each.target.startswith(f"{name}: ")), None)
+        if not isinstance(finding, Utilization):
             why = f"it was written before this row was measured; `{result.command}` writes it again"
             yield Line(claim=claim, ours=f"{result.name}.json has no such row", verdict="not measured", why=why)
             continue
         low, high = PRODUCT_BAND if name == "matrix product" else NAIVE_BAND
-        reached, measured = found.fraction * found.peak.flops_per_s, _measured_peak(found)
+        reached, measured = finding.fraction * finding.peak.flops_per_s, _measured_peak(finding)
         share = (
             f"{reached / measured:.0%} of the {measured / 1e9:,.0f} GFLOP/s of the fastest product that was measured"
         )
         why = f"; {NAIVE_WHY[name]}" if name in NAIVE_WHY else ""
-        if name == "matrix product" and measured < found.peak.flops_per_s:
+        if name == "matrix product" and measured < finding.peak.flops_per_s:
             why = (
                 "; a nominal peak counts all cores as whole ones, and those of a virtual machine may be threads of one"
             )
         yield Line(
             claim=claim,
-            ours=f"{found.fraction:.1%} of the peak, {share}",
-            verdict="agrees" if low <= found.fraction <= high else "we differ",
-            why=f"of {found.peak.flops_per_s / 1e9:,.0f} GFLOP/s ({found.peak.found}){why}; {_made(result)}",
+            ours=f"{finding.fraction:.1%} of the peak, {share}",
+            verdict="agrees" if low <= finding.fraction <= high else "we differ",
+            why=f"of {finding.peak.flops_per_s / 1e9:,.0f} GFLOP/s ({finding.peak.found}){why}; {_provenance(result)}",
         )
 
 
-def _measured_peak(found: Utilization) -> float:
+def _measured_peak(finding: Utilization) -> float:
     """The FLOP/s of the fastest product that was measured; the peak itself, if that was measured."""
-    others: dict[str, float] = found.notes.get("other_peaks", {})
-    return next((float(each) for name, each in others.items() if name.startswith("measured")), found.peak.flops_per_s)
+    others: dict[str, float] = finding.notes.get("other_peaks", {})
+    return next((float(each) for name, each in others.items() if name.startswith("measured")), finding.peak.flops_per_s)
 
 
 FILES = {
-    "alexnet": Kept("convolution", "make bench-convolution", alexnet, tuple(ALEXNET)),
-    "mu-cudnn": Kept("convolution_algorithms", "make bench-convolution-algorithms", mu_cudnn, (DEEPBENCH,)),
-    "sparcml": Kept("codecs", "make bench-codecs", sparse, (SPARSE,)),
-    "jellybean": Kept("serving", "make bench-serving", jellybean, JELLYBEAN),
-    "utilization": Kept("utilization", "make bench-utilization", utilization, tuple(UTILIZATION.values())),
+    "alexnet": KeptResult("convolution", "make bench-convolution", alexnet, tuple(ALEXNET)),
+    "mu-cudnn": KeptResult("convolution_algorithms", "make bench-convolution-algorithms", mu_cudnn, (DEEPBENCH,)),
+    "sparcml": KeptResult("codecs", "make bench-codecs", sparse, (SPARSE,)),
+    "jellybean": KeptResult("serving", "make bench-serving", jellybean, JELLYBEAN),
+    "utilization": KeptResult("utilization", "make bench-utilization", utilization, tuple(UTILIZATION.values())),
 }
 """Maps examples to the result files with their measured lines."""
 
@@ -196,20 +196,20 @@ def example_of(name: str, result: Result) -> Iterator[Line]:
 
 
 def _finding(result: Result, beginning: str) -> Finding:
-    found = next((each for each in result.findings if each.target.startswith(beginning)), None)
-    if found is None:
+    finding = next((each for each in result.findings if each.target.startswith(beginning)), None)
+    if finding is None:
         raise FileFormatError(
             f"it has no finding that begins with {beginning!r}",
             where=f"result {result.name}",
             remedy=f"write it again: `{result.command}`",
         )
-    return found
+    return finding
 
 
 def _numbers(text: str, *places: int) -> list[float]:
     """The numbers at these places among all numbers of a text."""
-    every = [float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*\.?\d*", text)]
-    return [every[place] for place in places]
+    numbers = [float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*\.?\d*", text)]
+    return [numbers[place] for place in places]
 
 
 def _ratio(finding: Finding, over: str, under: str) -> float:
@@ -222,6 +222,6 @@ def _ratio(finding: Finding, over: str, under: str) -> float:
     return medians[over] / medians[under]
 
 
-def _made(result: Result) -> str:
+def _provenance(result: Result) -> str:
     """The file, machine and day of a result."""
     return f"{result.name}.json, {result.machine.cores} cores, {result.date}"

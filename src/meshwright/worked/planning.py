@@ -15,7 +15,7 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.convnet import ConvNet
 from meshwright.ir.transformer import Transformer
 from meshwright.planner.layerwise import choice_of, divide_layers
-from meshwright.planner.search import Option, search
+from meshwright.planner.search import SetupOption, search
 from meshwright.planner.validate import executed_flops
 from meshwright.worked.line import Line, compared, held, predicted
 
@@ -65,10 +65,10 @@ def megatron_scaling() -> Iterator[Line]:
         )  # fmt: skip
         return estimate_step(setup, load_cluster("v100-dgx2h-edr100x8", tp * dp))
 
-    def percent(found: StepEstimate, devices: int) -> float:
-        return 100 * found.model_flops_per_s / devices / one.model_flops_per_s
+    def percent(step: StepEstimate, devices: int) -> float:
+        return 100 * step.model_flops_per_s / devices / single.model_flops_per_s
 
-    one = estimate(1, 1)
+    single = estimate(1, 1)
     for tp, alone, _ in MEGATRON_PERCENT:
         ours = percent(estimate(tp, 1), tp)
         yield predicted(f"{tp} V100, tp = {tp}: {alone} %", alone, ours, POINTS, "nothing was fitted to V100")
@@ -158,15 +158,15 @@ def large_runs() -> Iterator[Line]:
         cluster = load_cluster(name, devices)
         best, *others = _on_grids(sizes, cluster)
         other = next(option for option in others if option.setup.grid[:2] != best.setup.grid[:2])
-        found = published_step(best.setup, cluster, percent)
+        step = published_step(best.setup, cluster, percent)
         also = "; the paper's own table has 1,019.9 PF, 32.5 %" if name == GCD else ""
         yield predicted(
             claim,
             percent,
-            found.percent,
+            step.percent,
             POINTS,
             f"{best.text}, recomputed FLOPs counted as there; with other divisions of features, {other.text} is the "
-            f"next: {other.slower_than(best)}; {found.why}{also}",
+            f"next: {other.slower_than(best)}; {step.why}{also}",
         )
 
 
@@ -251,18 +251,18 @@ def weak_scaling() -> Iterator[Line]:
     percentages of the peak beside the predicted curve."""
     for name, points in WEAK_SCALING.items():
         published: list[float] = []
-        found: dict[str, list[float]] = {profile: [] for profile in ("", *ALIKE)}
+        by_profile: dict[str, list[float]] = {profile: [] for profile in ("", *ALIKE)}
         for devices, model, sizes, petaflops in points:
             cluster = load_cluster(name, devices)
             options = _on_grids(sizes, cluster)
             percent = 100 * petaflops * 1e15 / (devices * cluster.device.peak("bfloat16"))
             step = published_step(options[0].setup, cluster, percent)
             published.append(percent)
-            found[""].append(step.percent)
+            by_profile[""].append(step.percent)
             for profile in ALIKE:
                 alike = with_software(cluster, profile)
                 step_s = min(estimate_step(option.setup, alike).step_s for option in options)
-                found[profile].append(100 * step.at_peak_s / step_s)
+                by_profile[profile].append(100 * step.at_peak_s / step_s)
             also = "; the lecture prints 815.7 PF, 26 %" if (name, devices) == (GCD, 16384) else ""
             yield predicted(
                 f"{model} on {devices:,} {cluster.device.name}: {petaflops:,g} PF, {percent:.1f} %",
@@ -271,12 +271,12 @@ def weak_scaling() -> Iterator[Line]:
                 POINTS,
                 f"{options[0].text}, recomputed FLOPs counted as there; {step.why}{also}",
             )
-        factor = statistics.median(map(truediv, published, found[""]))
-        off = _points_off(published, [factor * ours for ours in found[""]])
+        factor = statistics.median(map(truediv, published, by_profile[""]))
+        off = _points_off(published, [factor * ours for ours in by_profile[""]])
         others = (
             f"{profile} {statistics.median(each):.1f} points off, {max(each):.1f} at most"
             for profile in ALIKE
-            for each in [_points_off(published, found[profile])]
+            for each in [_points_off(published, by_profile[profile])]
         )
         yield Line(
             claim=f"the curve on {load_cluster(name, points[0][0]).device.name}, with one factor for AxoNN's software",
@@ -288,17 +288,19 @@ def weak_scaling() -> Iterator[Line]:
 
 
 def _points_off(published: Sequence[float], ours: Sequence[float]) -> list[float]:
-    return [abs(one - other) for one, other in zip(published, ours, strict=True)]
+    return [
+        abs(published_percent - our_percent) for published_percent, our_percent in zip(published, ours, strict=True)
+    ]
 
 
-def _on_grids(sizes: tuple[int, int, int], cluster: Cluster) -> list[Option]:
+def _on_grids(sizes: tuple[int, int, int], cluster: Cluster) -> list[SetupOption]:
     """The options of a step of 8,192 sequences of 2,048 tokens on grids of ranks, whole layers recomputed, the fastest
     first."""
     options = search(_gpt(*sizes, sequence=2048), cluster, global_batch=8192, grids="only").options
     return sorted((_recomputing(option, cluster) for option in options), key=lambda option: option.step_s)
 
 
-def _recomputing(option: Option, cluster: Cluster) -> Option:
+def _recomputing(option: SetupOption, cluster: Cluster) -> SetupOption:
     """The option with whole layers recomputed."""
     setup = msgspec.structs.replace(option.setup, recompute="full")
     return msgspec.structs.replace(option, setup=setup, estimate=estimate_step(setup, cluster), rehearsed_s=None)

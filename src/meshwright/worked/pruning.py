@@ -52,7 +52,7 @@ def both(prices: StagePrices, devices: int, microbatches: int = MICROBATCHES) ->
     return whole, pruned
 
 
-def prices_of(pair: alpa.Pair) -> StagePrices:
+def prices_of(pair: alpa.AlpaPair) -> StagePrices:
     """The seconds of all stages of a GPT of Alpa's evaluation, by the cost model: any run of layers on 1, 2, 4, ...
     devices, in every division of these into dp and tp. Memory is not limited, and work once a step is left out."""
     layers, width, heads = pair.sizes[:3]

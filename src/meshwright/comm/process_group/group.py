@@ -18,8 +18,8 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 from meshwright.comm.member import attend, leave, member
 from meshwright.comm.process_group import operations
 from meshwright.comm.process_group.identity import NamedGroup
-from meshwright.comm.process_group.in_order import Collective, InOrder
-from meshwright.comm.process_group.links import Links
+from meshwright.comm.process_group.in_order import CollectiveWork, InOrder
+from meshwright.comm.process_group.links import GroupConnections
 from meshwright.comm.process_group.messages import Messages
 from meshwright.comm.process_group.monitored import monitored_barrier
 from meshwright.comm.process_group.other_devices import OtherDevices
@@ -41,7 +41,7 @@ class MeshwrightGroup(NamedGroup):
     def __init__(self, store: dist.Store, rank: int, ranks: tuple[int, ...], timeout_s: float, name: str) -> None:
         super().__init__(store, rank, len(ranks), name)
         self._timeout_s, self._num_monitored, self._process = timeout_s, 0, os.getpid()
-        self._links = Links(store, rank, ranks, timeout_s)
+        self._links = GroupConnections(store, rank, ranks, timeout_s)
         self._in_order = InOrder(self._links, f"group {name}")
         self._messages = Messages(self._links, self._in_order.check, f"group {name}", self.profiled_as)
         self._others = OtherDevices(store, rank, len(ranks), timeout_s)
@@ -111,14 +111,14 @@ class MeshwrightGroup(NamedGroup):
         return self._all_gather_lists(by_tensor, list(inputs), opts)
 
     def _all_gather_lists(self, lists: list[list[Tensor]], values: list[Tensor], opts: Any) -> dist.Work:
-        what, every = "all_gather", [output for outputs in lists for output in outputs]
-        check(values, what, written=every)
+        what, written = "all_gather", [output for outputs in lists for output in outputs]
+        check(values, what, written=written)
         check_sizes(len(lists), len(values), what, "the list of outputs")
         for outputs, value in zip(lists, values, strict=True):
             check_sizes(len(outputs), self.size(), what, "a list of outputs")
             check_sizes(value.numel(), outputs[self.rank()].numel(), what, "this rank's tensor")
 
-        def steps(links: Links) -> None:
+        def steps(links: GroupConnections) -> None:
             for outputs, value in zip(lists, values, strict=True):
                 operations.all_gather(links, outputs, value, self._label)
 
@@ -133,8 +133,8 @@ class MeshwrightGroup(NamedGroup):
     def all_gather_single_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> dist.Work:
         """Concatenate the ranks' tensors, for each output."""
         outputs, inputs, what = list(outputs), list(inputs), "all_gather_into_tensor"
-        given = opts or AllgatherOptions()
-        if (work := self._elsewhere("all_gather_single_coalesced", inputs, outputs, inputs, given)) is not None:
+        options = opts or AllgatherOptions()
+        if (work := self._elsewhere("all_gather_single_coalesced", inputs, outputs, inputs, options)) is not None:
             return work
         for output, value in zip(outputs, inputs, strict=True):
             check((value,), what, written=(output,))
@@ -150,20 +150,20 @@ class MeshwrightGroup(NamedGroup):
         """Reduce the entries of a list; this rank gets its entry."""
         into = [outputs] if isinstance(outputs, Tensor) else list(outputs)
         lists = _lists(inputs)
-        given = self._reduce_options(opts)
-        if (work := self._elsewhere("reduce_scatter", into, into, lists, given)) is not None:
+        options = self._reduce_options(opts)
+        if (work := self._elsewhere("reduce_scatter", into, into, lists, options)) is not None:
             return work
         for output, values in zip(into, lists, strict=True):
             check(values, "reduce_scatter", written=(output,))
             check_sizes(len(values), self.size(), "reduce_scatter", "the list of inputs")
             check_sizes(output.numel(), values[self.rank()].numel(), "reduce_scatter", "the output")
-        reduction = reduction_of(given.reduceOp, into, "reduce_scatter")
+        reduction = reduction_of(options.reduceOp, into, "reduce_scatter")
 
-        def steps(links: Links) -> None:
+        def steps(links: GroupConnections) -> None:
             for output, values in zip(into, lists, strict=True):
                 operations.reduce_scatter(links, output, values, reduction, self._label)
 
-        return self._start("reduce_scatter", steps, into, [value for values in lists for value in values], given)
+        return self._start("reduce_scatter", steps, into, [value for values in lists for value in values], options)
 
     def _reduce_scatter_base(self, output: Tensor, value: Tensor, opts: Any = None) -> dist.Work:
         """Reduce a tensor; this rank gets its part."""
@@ -173,77 +173,84 @@ class MeshwrightGroup(NamedGroup):
 
     def reduce_scatter_single_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> dist.Work:
         """Reduce tensors; this rank gets its part of each."""
-        outputs, inputs, given, what = list(outputs), list(inputs), self._reduce_options(opts), "reduce_scatter_tensor"
-        if (work := self._elsewhere("reduce_scatter_single_coalesced", inputs, outputs, inputs, given)) is not None:
+        outputs, inputs, options, what = (
+            list(outputs),
+            list(inputs),
+            self._reduce_options(opts),
+            "reduce_scatter_tensor",
+        )
+        if (work := self._elsewhere("reduce_scatter_single_coalesced", inputs, outputs, inputs, options)) is not None:
             return work
         for output, value in zip(outputs, inputs, strict=True):
             check((value,), what, written=(output,))
             check_sizes(value.numel(), self.size() * output.numel(), what, "the input")
-        reduction = reduction_of(given.reduceOp, inputs, what)
+        reduction = reduction_of(options.reduceOp, inputs, what)
         steps = partial(
             operations.reduce_scatter_single, outputs=outputs, values=inputs, reduction=reduction, label=self._label
         )
-        return self._start("_reduce_scatter_base", steps, outputs, inputs, given)
+        return self._start("_reduce_scatter_base", steps, outputs, inputs, options)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def broadcast(self, tensors: "_Tensors | Tensor", opts: Any = None) -> dist.Work:
         """Copy the root's tensors to all ranks."""
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        given = _rooted(dist.BroadcastOptions(), opts)
-        if (work := self._elsewhere("broadcast", tensors, tensors, given)) is not None:
+        options = _rooted(dist.BroadcastOptions(), opts)
+        if (work := self._elsewhere("broadcast", tensors, tensors, options)) is not None:
             return work
         check((), "broadcast", written=tensors)
-        steps = partial(operations.broadcast, tensors=tensors, root=given.rootRank, label=self._label)
-        return self._start("broadcast", steps, tensors, tensors, given)
+        steps = partial(operations.broadcast, tensors=tensors, root=options.rootRank, label=self._label)
+        return self._start("broadcast", steps, tensors, tensors, options)
 
     def reduce(self, tensors: "_Tensors | Tensor", opts: Any = None) -> dist.Work:
         """Reduce tensors over all ranks, in place on the root."""
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        given = _rooted(dist.ReduceOptions(), opts)
-        if (work := self._elsewhere("reduce", tensors, tensors, given)) is not None:
+        options = _rooted(dist.ReduceOptions(), opts)
+        if (work := self._elsewhere("reduce", tensors, tensors, options)) is not None:
             return work
         check((), "reduce", written=tensors)
-        reduction = reduction_of(given.reduceOp, tensors, "reduce")
-        steps = partial(operations.reduce, tensors=tensors, root=given.rootRank, reduction=reduction, label=self._label)
-        return self._start("reduce", steps, tensors, tensors, given)
+        reduction = reduction_of(options.reduceOp, tensors, "reduce")
+        steps = partial(
+            operations.reduce, tensors=tensors, root=options.rootRank, reduction=reduction, label=self._label
+        )
+        return self._start("reduce", steps, tensors, tensors, options)
 
     def gather(self, outputs: Any, inputs: "_Tensors | Tensor", opts: Any = None) -> dist.Work:
         """Copy each rank's tensor into the root's list."""
         (value,) = [inputs] if isinstance(inputs, Tensor) else inputs
-        given = _rooted(dist.GatherOptions(), opts)
-        if (work := self._elsewhere("gather", [value], outputs, [value], given)) is not None:
+        options = _rooted(dist.GatherOptions(), opts)
+        if (work := self._elsewhere("gather", [value], outputs, [value], options)) is not None:
             return work
         into = _only_list(outputs)
         check((value,), "gather", written=into)
-        if self.rank() == given.rootRank:
+        if self.rank() == options.rootRank:
             check_sizes(len(into), self.size(), "gather", "the list of outputs")
         for output in into:
             check_sizes(output.numel(), value.numel(), "gather", "an output")
-        steps = partial(operations.gather, outputs=into, value=value, root=given.rootRank, label=self._label)
-        return self._start("gather", steps, into, [value], given)
+        steps = partial(operations.gather, outputs=into, value=value, root=options.rootRank, label=self._label)
+        return self._start("gather", steps, into, [value], options)
 
     def scatter(self, outputs: "_Tensors | Tensor", inputs: Any, opts: Any = None) -> dist.Work:
         """Copy the entries of the root's list to the ranks."""
         (output,) = [outputs] if isinstance(outputs, Tensor) else outputs
-        given = _rooted(dist.ScatterOptions(), opts)
-        if (work := self._elsewhere("scatter", [output], [output], inputs, given)) is not None:
+        options = _rooted(dist.ScatterOptions(), opts)
+        if (work := self._elsewhere("scatter", [output], [output], inputs, options)) is not None:
             return work
         values = _only_list(inputs)
         check(values, "scatter", written=(output,))
-        if self.rank() == given.rootRank:
+        if self.rank() == options.rootRank:
             check_sizes(len(values), self.size(), "scatter", "the list of inputs")
         for value in values:
             check_sizes(value.numel(), output.numel(), "scatter", "an input")
-        steps = partial(operations.scatter, output=output, values=values, root=given.rootRank, label=self._label)
-        return self._start("scatter", steps, [output], values or [output], given)
+        steps = partial(operations.scatter, output=output, values=values, root=options.rootRank, label=self._label)
+        return self._start("scatter", steps, [output], values or [output], options)
 
     def all_to_all_single(
         self, output: Tensor, value: Tensor, received: Sequence[int], sent: Sequence[int], opts: Any = None
     ) -> dist.Work:
         """Send rows to each rank: ``sent[r]`` and ``received[r]`` rows, or equal numbers if a list is empty."""
-        given, what = opts or AllToAllOptions(), "all_to_all"
-        if (work := self._elsewhere("all_to_all_single", [value], output, value, received, sent, given)) is not None:
+        options, what = opts or AllToAllOptions(), "all_to_all"
+        if (work := self._elsewhere("all_to_all_single", [value], output, value, received, sent, options)) is not None:
             return work
         check((value,), what, written=(output,))
         counts = [_counts(tensor, splits, self.size(), what) for tensor, splits in ((output, received), (value, sent))]
@@ -251,7 +258,7 @@ class MeshwrightGroup(NamedGroup):
             operations.all_to_all_single, output=output, value=value, received=counts[0], sent=counts[1],
             label=self._label,
         )  # fmt: skip
-        return self._start("all_to_all", steps, [output], [value], given)
+        return self._start("all_to_all", steps, [output], [value], options)
 
     alltoall_base = all_to_all_single
 
@@ -317,11 +324,11 @@ class MeshwrightGroup(NamedGroup):
         return f"group {self._name}"
 
     def _start(
-        self, what: str, steps: Callable[[Links], object], value: Any, shapes: Sequence[Tensor], opts: Any
+        self, what: str, steps: Callable[[GroupConnections], object], value: Any, shapes: Sequence[Tensor], opts: Any
     ) -> dist.Work:
         """Start a collective. A profiler sees it as it sees gloo's, from now until it is complete."""
         timeout_s = opts.timeout.total_seconds() if opts is not None and hasattr(opts, "timeout") else -1.0
-        work = Collective(what, steps, value, self._in_order, timeout_s if timeout_s >= 0 else self._timeout_s)
+        work = CollectiveWork(what, steps, value, self._in_order, timeout_s if timeout_s >= 0 else self._timeout_s)
         work.profile(f"{self.profiled_as}:{what}", shapes)
         self._number += 1
         work.record = self._record(what, shapes)
@@ -350,25 +357,25 @@ class MeshwrightGroup(NamedGroup):
     def _reduce_options(self, opts: Any) -> Any:
         if isinstance(opts, dist.ReduceScatterOptions):
             return opts
-        given = dist.ReduceScatterOptions()
+        options = dist.ReduceScatterOptions()
         if opts is not None:
-            given.reduceOp = opts
-        return given
+            options.reduceOp = opts
+        return options
 
 
-def _rooted(given: Any, opts: Any) -> Any:
+def _rooted(options: Any, opts: Any) -> Any:
     """The options of an operation with a root, which may be given as its number alone."""
     if opts is None:
-        return given
+        return options
     if isinstance(opts, int):
-        given.rootRank = opts
-        return given
+        options.rootRank = opts
+        return options
     return opts
 
 
-def _lists(given: Any) -> list[list[Tensor]]:
+def _lists(outputs: Any) -> list[list[Tensor]]:
     """A list of lists of tensors. A single list of tensors counts as a list with this one entry."""
-    return [list(given)] if isinstance(given[0], Tensor) else [list(each) for each in given]
+    return [list(outputs)] if isinstance(outputs[0], Tensor) else [list(each) for each in outputs]
 
 
 def _only_list(lists: Any) -> list[Tensor]:

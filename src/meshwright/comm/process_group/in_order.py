@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from meshwright.comm.process_group.links import Links
+from meshwright.comm.process_group.links import GroupConnections
 from meshwright.comm.process_group.work import GroupError, GroupWork
 from meshwright.comm.transport.progress import RankStreams
 from meshwright.errors import LostRankError
@@ -23,11 +23,11 @@ from meshwright.errors import LostRankError
 class InOrder:
     """The collectives of one group. Threads may share it; all ranks must start collectives in the same order."""
 
-    def __init__(self, links: Links, name: str) -> None:
+    def __init__(self, links: GroupConnections, name: str) -> None:
         self.links, self.name = links, name
         self._process = os.getpid()
         self._lock, self._turn = threading.Lock(), threading.Lock()
-        self._works: deque[Collective] = deque()
+        self._works: deque[CollectiveWork] = deque()
         self._tokens: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
         self._closed = False
@@ -47,7 +47,7 @@ class InOrder:
                 remedy="start processes by spawn, and make the group in each of them",
             )
 
-    def start(self, work: "Collective", *, handed_over: bool) -> None:
+    def start(self, work: "CollectiveWork", *, handed_over: bool) -> None:
         """Start a collective. ``handed_over``: the program goes on before the collective is complete."""
         self.check(work.what)
         self._works.append(work)
@@ -63,7 +63,7 @@ class InOrder:
                 run.start()
         self._tokens.put(True)
 
-    def run_until(self, work: "Collective") -> None:
+    def run_until(self, work: "CollectiveWork") -> None:
         """Return when ``work`` is complete; run it, and the collectives before it, unless another thread does."""
         while not work.done:
             self._run_first(unless=work)
@@ -84,7 +84,7 @@ class InOrder:
         while self._run_first():
             pass
 
-    def _run_first(self, unless: "Collective | None" = None) -> bool:
+    def _run_first(self, unless: "CollectiveWork | None" = None) -> bool:
         """Run the collective that was started first; not if ``unless`` is complete. False: there was none to run."""
         first = None
         try:
@@ -104,18 +104,18 @@ class InOrder:
                 pass
 
 
-class Collective(GroupWork):
+class CollectiveWork(GroupWork):
     """A collective that has been started. ``steps`` runs it: it gets the group's connections."""
 
     def __init__(
-        self, what: str, steps: Callable[[Links], object], value: Any, in_order: InOrder, timeout_s: float
+        self, what: str, steps: Callable[[GroupConnections], object], value: Any, in_order: InOrder, timeout_s: float
     ) -> None:
         super().__init__(what, value)
-        self._steps: Callable[[Links], object] | None = steps
+        self._steps: Callable[[GroupConnections], object] | None = steps
         self.record: tuple[RankStreams, int] | None = None  # where it is recorded, and the number of the event
         self._in_order, self._timeout_s = in_order, timeout_s
 
-    def run(self, links: Links) -> None:
+    def run(self, links: GroupConnections) -> None:
         """Run the collective, and mark it."""
         steps, self._steps = self._steps, None
         assert steps is not None, "a collective runs once"

@@ -31,7 +31,7 @@ FLAT = {
 """The algorithm of each operation whose algorithm does not depend on the size."""
 
 
-class Links:
+class GroupConnections:
     """The connections of rank ``rank`` of a group. All ranks of the group must make theirs together.
 
     ``ranks`` holds the numbers of the group's ranks in the world. ``boxes``: the ranks of each box, numbered within the
@@ -46,18 +46,18 @@ class Links:
         number = store.add(f"made/{rank}", 1)  # a group of the same name may have been destroyed
         self.store = store = dist.PrefixStore(str(number), store)
         self.rank, self.ranks, self.timeout_s, self._process = rank, ranks, timeout_s, os.getpid()
-        places = self._told("box", box())
+        places = self._gather_values("box", box())
         self.boxes = tuple(
             tuple(r for r, place in enumerate(places) if place == each) for each in dict.fromkeys(places)
         )
         near = {
             ranks[peer]: peer for box_ranks in self.boxes if rank in box_ranks for peer in box_ranks if peer != rank
         }
-        found = shared_lanes(store, "lane", ranks[rank], near, SLOTS, timeout_s)
-        self.shared = {near[name]: lane for name, lane in found.items() if lane is not None}
+        lanes_by_name = shared_lanes(store, "lane", ranks[rank], near, SLOTS, timeout_s)
+        self.shared = {near[name]: lane for name, lane in lanes_by_name.items() if lane is not None}
         all_shared = len(self.shared) == len(ranks) - 1
         self.gloo: Any = None
-        if "False" in self._told("shared", str(all_shared)):
+        if "False" in self._gather_values("shared", str(all_shared)):
             inner = dist.PrefixStore("gloo", store)
             self.gloo = dist.ProcessGroupGloo(inner, rank, len(ranks), timedelta(seconds=timeout_s))
         lanes: dict[int, Lane] = {peer: self._lane(peer) for peer in range(len(ranks)) if peer != rank}
@@ -112,7 +112,7 @@ class Links:
         lane: SharedMemory | None = self.shared.get(peer)
         return lane or TorchLane(self.gloo, peer, RankStreams(), self.ranks[peer], self.store)
 
-    def _told(self, key: str, value: str) -> list[str]:
+    def _gather_values(self, key: str, value: str) -> list[str]:
         """Every rank's value, by rank."""
         self.store.set(f"{key}/{self.rank}", value)
         return [self.store.get(f"{key}/{rank}").decode() for rank in range(len(self.ranks))]

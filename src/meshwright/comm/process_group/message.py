@@ -17,7 +17,7 @@ TAG_BITS = 32
 """The bits of a tag that travel with each part."""
 
 
-class Message(GroupWork):
+class MessageWork(GroupWork):
     """A message that is sent or received. ``peer`` is None while a receive may come from any rank."""
 
     def __init__(
@@ -54,15 +54,15 @@ class Message(GroupWork):
         self._mail.hand_over()
 
 
-class Peer:
+class PeerLane:
     """The lane to another rank, and what is under way there. ``taken`` is the message whose parts are being taken."""
 
     def __init__(self) -> None:
         self.lane: SharedMemory | None = None
         self.connecting = self.has_waiter = False
         self.error: BaseException | None = None
-        self.outgoing: deque[Message] = deque()
-        self.taken: Message | None = None
+        self.outgoing: deque[MessageWork] = deque()
+        self.taken: MessageWork | None = None
         self.left = 0
         self.kept: list[tuple[int, Tensor]] = []  # messages that no receive wanted, with their tags
 
@@ -81,7 +81,7 @@ def refuse(why: str, name: str) -> None:
     raise closed(why, name)
 
 
-def late(message: Message) -> LostInGroupError:
+def late(message: MessageWork) -> LostInGroupError:
     """The error of a message that is not complete in time."""
     return LostInGroupError("it is not complete in time", where=message.what)
 

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.comm.process_group.links import Links
-from meshwright.comm.process_group.message import TAG_BITS, Message, Peer, closed, late, refuse, word_of
+from meshwright.comm.process_group.links import GroupConnections
+from meshwright.comm.process_group.message import TAG_BITS, MessageWork, PeerLane, closed, late, refuse, word_of
 from meshwright.comm.process_group.work import GroupError
 from meshwright.comm.transport.base import MESSAGE_BYTES
 from meshwright.comm.transport.shared_memory import SharedMemory
@@ -40,13 +40,13 @@ class Messages:
     """A group's messages. ``check`` raises an error if the group may not be used. ``profiled_as`` is how names of
     events begin in profiles."""
 
-    def __init__(self, links: Links, check: Callable[[str], None], name: str, profiled_as: str) -> None:
+    def __init__(self, links: GroupConnections, check: Callable[[str], None], name: str, profiled_as: str) -> None:
         self._links, self._check, self._name, self.timeout_s = links, check, name, links.timeout_s
         self._profiled_as = profiled_as
         self._changed = threading.Condition(threading.RLock())
-        self._peers = {rank: Peer() for rank in range(links.size) if rank != links.rank}
-        self._posted: list[Message] = []
-        self._ended: list[Message] = []
+        self._peers = {rank: PeerLane() for rank in range(links.size) if rank != links.rank}
+        self._posted: list[MessageWork] = []
+        self._ended: list[MessageWork] = []
         self._thread: threading.Thread | None = None
         self._closed = ""  # why the group takes no more messages
 
@@ -82,21 +82,21 @@ class Messages:
                     self._connect(rank)
         return self._begun(message)
 
-    def _message(self, what: str, tensor: Tensor, rank: int | None, tag: int) -> Message:
+    def _message(self, what: str, tensor: Tensor, rank: int | None, tag: int) -> MessageWork:
         side = "to" if what == "send" else "from"
         whom = "any rank" if rank is None else f"rank {self._links.ranks[rank]}"
         text = f"{what} of {tensor.nbytes} bytes {side} {whom}, tag {tag}, in {self._name}"
-        message = Message(text, tensor, rank, tag, time.monotonic() + self.timeout_s, self)
+        message = MessageWork(text, tensor, rank, tag, time.monotonic() + self.timeout_s, self)
         message.profile(f"{self._profiled_as}:{what}" + ("AnySource" if rank is None else ""), (tensor,))
         return message
 
-    def _begun(self, message: Message) -> Message:
+    def _begun(self, message: MessageWork) -> MessageWork:
         self.move()
         if not message.done:
             self.hand_over()
         return message
 
-    def _peer(self, rank: int) -> Peer:
+    def _peer(self, rank: int) -> PeerLane:
         peer = self._peers.get(rank)
         if peer is None:
             raise GroupError(
@@ -154,7 +154,7 @@ class Messages:
         for message in ended:
             message.announce()
 
-    def _put(self, peer: Peer, lane: SharedMemory) -> bool:
+    def _put(self, peer: PeerLane, lane: SharedMemory) -> bool:
         moved = False
         while peer.outgoing:
             message = peer.outgoing[0]
@@ -167,7 +167,7 @@ class Messages:
             self._end(message)
         return moved
 
-    def _take(self, rank: int, peer: Peer, lane: SharedMemory) -> bool:
+    def _take(self, rank: int, peer: PeerLane, lane: SharedMemory) -> bool:
         moved = False
         while lane.has_come():
             num_bytes, word = lane.head()
@@ -185,23 +185,23 @@ class Messages:
                 self._end_taken(rank, peer, message)
         return moved
 
-    def _begin_to_take(self, rank: int, peer: Peer, word: int) -> bool:
+    def _begin_to_take(self, rank: int, peer: PeerLane, word: int) -> bool:
         """Find where the next message of a peer goes; False if it must stay in the lane, as no receive is posted."""
         tag, parts = word >> TAG_BITS, word & (2**TAG_BITS - 1)
-        mine = [message for message in self._posted if message.peer in (rank, None)]
-        if not mine:
+        candidates = [message for message in self._posted if message.peer in (rank, None)]
+        if not candidates:
             return False
-        found = next((message for message in mine if message.tag & (2**TAG_BITS - 1) == tag), None)
-        if found is None:
+        target = next((message for message in candidates if message.tag & (2**TAG_BITS - 1) == tag), None)
+        if target is None:
             memory = torch.empty(parts * MESSAGE_BYTES, dtype=torch.uint8)
-            found = Message("kept", memory, rank, tag, float("inf"), self)
+            target = MessageWork("kept", memory, rank, tag, float("inf"), self)
         else:
-            self._posted.remove(found)
-            found.peer = rank
-        peer.taken, peer.left = found, parts
+            self._posted.remove(target)
+            target.peer = rank
+        peer.taken, peer.left = target, parts
         return True
 
-    def _end_taken(self, rank: int, peer: Peer, message: Message) -> None:
+    def _end_taken(self, rank: int, peer: PeerLane, message: MessageWork) -> None:
         if message.what == "kept":
             peer.kept.append((message.tag, message.memory[: message.offset]))
             for posted in list(self._posted):
@@ -213,7 +213,7 @@ class Messages:
             message.tensor.data.copy_(message.memory.view(message.tensor.dtype).view(message.tensor.shape))
         self._end(message, problem)
 
-    def _take_kept(self, message: Message, sender: int) -> bool:
+    def _take_kept(self, message: MessageWork, sender: int) -> bool:
         """Complete a receive from the messages that were kept."""
         kept = self._peers[sender].kept if sender in self._peers else []
         for index, (tag, memory) in enumerate(kept):
@@ -227,7 +227,7 @@ class Messages:
                 return True
         return False
 
-    def _problem(self, message: Message, sender: int, num_bytes: int) -> BaseException | None:
+    def _problem(self, message: MessageWork, sender: int, num_bytes: int) -> BaseException | None:
         if num_bytes == message.memory.numel():
             return None
         return GroupError(
@@ -236,7 +236,7 @@ class Messages:
             remedy="sender and receiver must name tensors of one size",
         )
 
-    def _end(self, message: Message, error: BaseException | None = None) -> None:
+    def _end(self, message: MessageWork, error: BaseException | None = None) -> None:
         message.mark(error)
         self._ended.append(message)
 
@@ -265,7 +265,7 @@ class Messages:
 
     # --- waiting -----------------------------------------------------------------------------------------------------
 
-    def wait_for(self, message: Message) -> None:
+    def wait_for(self, message: MessageWork) -> None:
         """Return when a message is complete."""
         pause, check_at = SHORTEST_S, time.monotonic() + self._look_after()
         while not message.done:
@@ -284,7 +284,7 @@ class Messages:
                 self._look()
                 check_at = time.monotonic() + self._look_after()
 
-    def _lane_to_sleep_on(self, message: Message) -> SharedMemory | None:
+    def _lane_to_sleep_on(self, message: MessageWork) -> SharedMemory | None:
         """The lane on which this thread may sleep; None if it is not connected, or another thread sleeps on it."""
         with self._changed:
             peer = None if message.peer is None else self._peers[message.peer]
@@ -293,7 +293,7 @@ class Messages:
             peer.has_waiter = True
             return peer.lane
 
-    def _sleep(self, message: Message, lane: SharedMemory) -> None:
+    def _sleep(self, message: MessageWork, lane: SharedMemory) -> None:
         """Sleep until the peer has put or taken a part."""
         assert message.peer is not None
         try:

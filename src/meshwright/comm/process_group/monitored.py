@@ -2,7 +2,7 @@
 
 import time
 
-from meshwright.comm.process_group.links import Links
+from meshwright.comm.process_group.links import GroupConnections
 from meshwright.comm.process_group.work import LostInGroupError
 
 LOOK_S = 0.002
@@ -10,7 +10,7 @@ LOOK_S = 0.002
 HERE, OVER = "here", "over"
 
 
-def monitored_barrier(links: Links, number: int, timeout_s: float, wait_all_ranks: bool) -> None:
+def monitored_barrier(links: GroupConnections, number: int, timeout_s: float, wait_all_ranks: bool) -> None:
     """Wait until all ranks have called this with the same ``number``. Rank 0 stops at the first rank that has not come
     within ``timeout_s``, or, with ``wait_all_ranks``, after it has waited for all. The texts begin as gloo's do.
 

@@ -9,14 +9,14 @@ from math import prod
 import torch
 from torch import Tensor
 
-from meshwright.comm.process_group.links import Links
+from meshwright.comm.process_group.links import GroupConnections
 from meshwright.comm.process_group.tensors import flat, overlaps
 
 Reduction = tuple[str, float | Tensor | None]
 """A reduction of the executor, and the factor of PREMUL_SUM; ``mean`` is AVG."""
 
 
-def all_reduce(links: Links, tensors: Sequence[Tensor], reduction: Reduction, label: str) -> None:
+def all_reduce(links: GroupConnections, tensors: Sequence[Tensor], reduction: Reduction, label: str) -> None:
     """Reduce each tensor over all ranks, in place."""
     op = "sum" if reduction[0] == "mean" else reduction[0]
     works = []
@@ -33,13 +33,13 @@ def all_reduce(links: Links, tensors: Sequence[Tensor], reduction: Reduction, la
         _write(memory, tensor)
 
 
-def _all_reduce_sparse(links: Links, tensor: Tensor, reduction: Reduction, label: str) -> None:
+def _all_reduce_sparse(links: GroupConnections, tensor: Tensor, reduction: Reduction, label: str) -> None:
     """Sum sparse tensors: every rank gathers the indices and values of all ranks, and adds them up."""
-    mine = tensor.coalesce()
+    coalesced = tensor.coalesce()
     counts = torch.empty(links.size, 1, dtype=torch.int64)
-    links.collectives.all_gather(torch.tensor([mine._nnz()]), counts, "star", label).wait()
+    links.collectives.all_gather(torch.tensor([coalesced._nnz()]), counts, "star", label).wait()
     numbers = [int(count) for count in counts]
-    indices, values = mine.indices().t().contiguous(), mine.values().contiguous()
+    indices, values = coalesced.indices().t().contiguous(), coalesced.values().contiguous()
     gathered = []
     for part in (indices, values):
         width = prod(part.shape[1:])
@@ -56,7 +56,7 @@ def _all_reduce_sparse(links: Links, tensor: Tensor, reduction: Reduction, label
     tensor.copy_(whole)
 
 
-def all_gather(links: Links, outputs: Sequence[Tensor], value: Tensor, label: str) -> None:
+def all_gather(links: GroupConnections, outputs: Sequence[Tensor], value: Tensor, label: str) -> None:
     """Copy each rank's tensor to its place in the list ``outputs``; the tensors may differ in size."""
     counts = [output.numel() for output in outputs]
     memory = value.new_empty(sum(counts))
@@ -71,7 +71,7 @@ def all_gather(links: Links, outputs: Sequence[Tensor], value: Tensor, label: st
         output.copy_(part.view(output.shape))
 
 
-def all_gather_single(links: Links, outputs: Sequence[Tensor], values: Sequence[Tensor], label: str) -> None:
+def all_gather_single(links: GroupConnections, outputs: Sequence[Tensor], values: Sequence[Tensor], label: str) -> None:
     """Concatenate the ranks' tensors, for each pair of an output and this rank's value."""
     works = []
     for output, value in zip(outputs, values, strict=True):
@@ -84,7 +84,9 @@ def all_gather_single(links: Links, outputs: Sequence[Tensor], values: Sequence[
         _write(memory, output)
 
 
-def reduce_scatter(links: Links, output: Tensor, values: Sequence[Tensor], reduction: Reduction, label: str) -> None:
+def reduce_scatter(
+    links: GroupConnections, output: Tensor, values: Sequence[Tensor], reduction: Reduction, label: str
+) -> None:
     """Reduce the list ``values`` over all ranks; ``output`` gets this rank's entry. Entries may differ in size."""
     counts = [value.numel() for value in values]
     memory = torch.cat([value.reshape(-1) for value in values])
@@ -101,7 +103,7 @@ def reduce_scatter(links: Links, output: Tensor, values: Sequence[Tensor], reduc
 
 
 def reduce_scatter_single(
-    links: Links, outputs: Sequence[Tensor], values: Sequence[Tensor], reduction: Reduction, label: str
+    links: GroupConnections, outputs: Sequence[Tensor], values: Sequence[Tensor], reduction: Reduction, label: str
 ) -> None:
     """Reduce each value over all ranks; the output gets this rank's part of it."""
     op, works = "sum" if reduction[0] == "mean" else reduction[0], []
@@ -117,7 +119,7 @@ def reduce_scatter_single(
         _write(into, output)
 
 
-def broadcast(links: Links, tensors: Sequence[Tensor], root: int, label: str) -> None:
+def broadcast(links: GroupConnections, tensors: Sequence[Tensor], root: int, label: str) -> None:
     """Copy the root's tensors to all ranks."""
     for tensor in tensors:
         memory = flat(tensor)
@@ -125,7 +127,7 @@ def broadcast(links: Links, tensors: Sequence[Tensor], root: int, label: str) ->
         _write(memory, tensor)
 
 
-def reduce(links: Links, tensors: Sequence[Tensor], root: int, reduction: Reduction, label: str) -> None:
+def reduce(links: GroupConnections, tensors: Sequence[Tensor], root: int, reduction: Reduction, label: str) -> None:
     """Reduce each tensor over all ranks, in place on the root. Other ranks keep their tensors."""
     op = "sum" if reduction[0] == "mean" else reduction[0]
     for tensor in tensors:
@@ -138,7 +140,7 @@ def reduce(links: Links, tensors: Sequence[Tensor], root: int, reduction: Reduct
             _write(memory, tensor)
 
 
-def gather(links: Links, outputs: Sequence[Tensor], value: Tensor, root: int, label: str) -> None:
+def gather(links: GroupConnections, outputs: Sequence[Tensor], value: Tensor, root: int, label: str) -> None:
     """Copy each rank's tensor to its place in the list ``outputs`` of the root."""
     rows = value.new_empty(links.size, value.numel())
     algorithm = links.algorithm("gather", rows.nbytes)
@@ -147,7 +149,7 @@ def gather(links: Links, outputs: Sequence[Tensor], value: Tensor, root: int, la
         output.copy_(row.view(output.shape))
 
 
-def scatter(links: Links, output: Tensor, values: Sequence[Tensor], root: int, label: str) -> None:
+def scatter(links: GroupConnections, output: Tensor, values: Sequence[Tensor], root: int, label: str) -> None:
     """Copy entry r of the root's list ``values`` to ``output`` of each rank r."""
     rows = output.new_empty(links.size, output.numel())
     for row, value in zip(rows, values, strict=False):
@@ -157,7 +159,7 @@ def scatter(links: Links, output: Tensor, values: Sequence[Tensor], root: int, l
 
 
 def all_to_all_single(
-    links: Links, output: Tensor, value: Tensor, received: Sequence[int], sent: Sequence[int], label: str
+    links: GroupConnections, output: Tensor, value: Tensor, received: Sequence[int], sent: Sequence[int], label: str
 ) -> None:
     """Send the next ``sent[r]`` elements of ``value`` to each rank r, and write the next ``received[r]`` elements of
     ``output`` with those of rank r."""
@@ -166,7 +168,7 @@ def all_to_all_single(
     _write(memory, output)
 
 
-def all_to_all(links: Links, outputs: Sequence[Tensor], values: Sequence[Tensor], label: str) -> None:
+def all_to_all(links: GroupConnections, outputs: Sequence[Tensor], values: Sequence[Tensor], label: str) -> None:
     """Send ``values[r]`` to each rank r, and write ``outputs[r]`` with the tensor of rank r."""
     received, sent = [output.numel() for output in outputs], [value.numel() for value in values]
     memory = outputs[0].new_empty(sum(received))

@@ -35,22 +35,22 @@ class OtherDevices:
             GroupError: the program has named none, or one that is not known here.
         """
         with self._lock:
-            found = self._backends.get(device)
-            if found is None:
-                found = self._backends[device] = self._make(device, self._named(group).get(device, ""))
-        return found
+            backend = self._backends.get(device)
+            if backend is None:
+                backend = self._backends[device] = self._make(device, self._named(group).get(device, ""))
+        return backend
 
     def shutdown(self) -> None:
         """Shut down the backends that have been made."""
-        for backend in self._made():
+        for backend in self._opened():
             backend.shutdown()
 
     def abort(self) -> None:
         """Let what has been started in the backends fail, as far as each of them can."""
-        for backend in self._made():
+        for backend in self._opened():
             backend.abort()
 
-    def _made(self) -> list[Any]:
+    def _opened(self) -> list[Any]:
         with self._lock:
             return list(self._backends.values())
 

@@ -75,14 +75,16 @@ def check(tensors: Iterable[Tensor], what: str, *, written: Sequence[Tensor] = (
         _check_apart(written, what)
 
 
-def check_sizes(found: int, wanted: int, what: str, which: str) -> None:
+def check_sizes(actual: int, wanted: int, what: str, tensor_name: str) -> None:
     """Raise an error if a number of elements is wrong.
 
     Raises:
-        GroupError: ``found`` is not ``wanted``.
+        GroupError: ``actual`` is not ``wanted``.
     """
-    if found != wanted:
-        raise GroupError(f"{which} has {found} elements, not {wanted}", where=what, remedy="check the tensors' shapes")
+    if actual != wanted:
+        raise GroupError(
+            f"{tensor_name} has {actual} elements, not {wanted}", where=what, remedy="check the tensors' shapes"
+        )
 
 
 def shares_elements(tensor: Tensor) -> bool:
@@ -96,10 +98,10 @@ def shares_elements(tensor: Tensor) -> bool:
     return False
 
 
-def overlaps(one: Tensor, other: Tensor) -> bool:
+def overlaps(first: Tensor, second: Tensor) -> bool:
     """Whether the memory of two contiguous tensors overlaps."""
-    begin, end = one.data_ptr(), one.data_ptr() + one.nbytes
-    return begin < other.data_ptr() + other.nbytes and other.data_ptr() < end
+    begin, end = first.data_ptr(), first.data_ptr() + first.nbytes
+    return begin < second.data_ptr() + second.nbytes and second.data_ptr() < end
 
 
 def flat(tensor: Tensor) -> Tensor:

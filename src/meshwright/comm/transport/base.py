@@ -175,7 +175,7 @@ class Lane(ABC):
         collective may still finish."""
         return None
 
-    def told(self) -> str:
+    def last_report(self) -> str:
         """A line with the peer's last report and whether the peer has ended; empty if unknown."""
         return ""
 

@@ -59,12 +59,12 @@ class ChannelRecord:
         try:
             yield
         except Exception as error:
-            said = self._streams.explained(error) if isinstance(error, LostRankError) else error
+            explained = self._streams.explained(error) if isinstance(error, LostRankError) else error
             if (recorder := self._streams.recorder) is not None and event:
                 recorder.fail(event)
-            if said is error:
+            if explained is error:
                 raise
-            raise said from error
+            raise explained from error
 
     def _begin(self, sender: int, receiver: int, number: int, tensor: Tensor, label: str) -> int:
         recorder = self._streams.recorder

@@ -14,7 +14,7 @@ _ESTABLISHED, _CLOSE_WAIT = 1, 8
 _DESCRIPTORS = Path("/proc/self/fd")
 
 
-class Connection(NamedTuple):
+class TcpConnection(NamedTuple):
     """A connection, and its state as the kernel counts it. ``unacknowledged``: packets that the other end has not
     confirmed, or bytes that could not be sent; the kernel has tried again ``tries`` times in vain. ``silent_s``: the
     time since data has last come."""
@@ -28,18 +28,18 @@ class Connection(NamedTuple):
     received_bytes: int
 
 
-def connections() -> dict[str, Connection]:
+def connections() -> dict[str, TcpConnection]:
     """All TCP connections of this process that are open or were closed by the other end, by their two ends."""
-    found: dict[str, Connection] = {}
+    by_ends: dict[str, TcpConnection] = {}
     with suppress(OSError):  # no /proc here
         for name in os.listdir(_DESCRIPTORS):
             with suppress(OSError, ValueError, AttributeError):  # closed meanwhile, or another system
                 for key, connection in _connection(int(name)):
-                    found[key] = connection
-    return found
+                    by_ends[key] = connection
+    return by_ends
 
 
-def _connection(descriptor: int) -> Iterator[tuple[str, Connection]]:
+def _connection(descriptor: int) -> Iterator[tuple[str, TcpConnection]]:
     if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
         return
     with socket.socket(fileno=os.dup(descriptor)) as own:
@@ -53,7 +53,7 @@ def _connection(descriptor: int) -> Iterator[tuple[str, Connection]]:
         words = fields[8:32]
         yield (
             f"{own_port} {host}:{port}",
-            Connection(
+            TcpConnection(
                 f"{host}:{port}",
                 data[0] == _CLOSE_WAIT,
                 words[4] or fields[38],
@@ -65,7 +65,7 @@ def _connection(descriptor: int) -> Iterator[tuple[str, Connection]]:
         )
 
 
-def described(before: Mapping[str, Connection], now: Mapping[str, Connection], seconds: float) -> tuple[str, ...]:
+def described(before: Mapping[str, TcpConnection], now: Mapping[str, TcpConnection], seconds: float) -> tuple[str, ...]:
     """The connections that are closed, lose packets, or move data, in words. ``before`` is ``seconds`` old."""
     lines = []
     for key, each in sorted(now.items()):

@@ -16,7 +16,7 @@ from meshwright.comm.transport.zeromq import (
     REFUSED,
     Head,
     Hello,
-    Reply,
+    ReceiverReply,
     decode_message,
     encode,
     listener,
@@ -77,7 +77,7 @@ class Incoming:
     def _take_hello(self, identity: bytes, hello: Hello) -> None:
         if not same_token(hello.token, self._token):
             log.warning("letters of %r are refused: they do not have the token of this job", hello.sender)
-            self.socket.send_multipart([identity, encode(Reply(REFUSED, False))])
+            self.socket.send_multipart([identity, encode(ReceiverReply(REFUSED, False))])
             return
         if not same_token(hello.secret, self._secret):
             return
@@ -96,7 +96,7 @@ class Incoming:
         self._reply(identity, self._sources[identity])
 
     def _reply(self, identity: bytes, source: _Source) -> None:
-        self.socket.send_multipart([identity, encode(Reply(source.num_taken, source.opened is not None))])
+        self.socket.send_multipart([identity, encode(ReceiverReply(source.num_taken, source.opened is not None))])
 
 
 def _tensors(opened: OpenedBlocks | None, head: Head, frames: Sequence[Any]) -> tuple[Tensor, ...] | None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from meshwright.comm.sockets import TOKEN_REMEDY, WRONG_TOKEN
-from meshwright.comm.transport.shared_blocks import LEAST_BYTES, Block, Blocks, offsets
+from meshwright.comm.transport.shared_blocks import LEAST_BYTES, SharedBlock, SharedBlocks, offsets
 from meshwright.comm.transport.zeromq import NAMES, REFUSED, Head, Hello, decode_reply, encode, post, raw, zmq
 from meshwright.errors import LostRankError
 
@@ -16,7 +16,7 @@ from meshwright.errors import LostRankError
 class _UnderWay(NamedTuple):
     number: int
     num_bytes: int
-    block: Block | None
+    block: SharedBlock | None
 
 
 class Outgoing:
@@ -27,7 +27,7 @@ class Outgoing:
         opens: whether the receiver has reported that it can open this process's memory.
     """
 
-    def __init__(self, name: str, joined: int, socket: Any, hello: Hello, blocks: Blocks) -> None:
+    def __init__(self, name: str, joined: int, socket: Any, hello: Hello, blocks: SharedBlocks) -> None:
         self.name, self.joined, self.socket = name, joined, socket
         self.num_bytes, self.opens = 0, False
         self._blocks, self._num_sent = blocks, 0
@@ -54,7 +54,7 @@ class Outgoing:
         head = encode(Head(self._num_sent, kind, numbers, text, dtypes, sizes, handle))
         post(self.socket, [head] if block is not None else [head, *map(raw, tensors)])
 
-    def _fill(self, tensors: Sequence[Tensor]) -> Block:
+    def _fill(self, tensors: Sequence[Tensor]) -> SharedBlock:
         begins, num_bytes = offsets([tensor.nbytes for tensor in tensors])
         block = self._blocks.lend(num_bytes)
         with torch.no_grad():

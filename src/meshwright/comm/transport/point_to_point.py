@@ -185,7 +185,7 @@ class TorchLane(Lane):
         note = self._read()
         return Trouble(note[0], f"rank {self._name} has given up because of it") if note else None
 
-    def told(self) -> str:
+    def last_report(self) -> str:
         """The collective that the peer was in, if the peer has given up; else empty."""
         note = self._read()
         return f"rank {self._name} was in {note[1]}" if note else ""

@@ -88,7 +88,9 @@ class RankStreams:
     @contextmanager
     def moving(self) -> Iterator[None]:
         """Keep everything moving within this context."""
-        if self._mover is not None or not any((each := one()) is not None and each.is_under_way for one in self._all):
+        if self._mover is not None or not any(
+            (each := reference()) is not None and each.is_under_way for reference in self._all
+        ):
             yield
             return
         over = threading.Event()

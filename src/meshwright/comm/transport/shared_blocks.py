@@ -29,7 +29,7 @@ Handle = tuple[int, str, int]
 bytes."""
 
 
-class Block:
+class SharedBlock:
     """Memory that its owner lends to one letter at a time."""
 
     def __init__(self, num_bytes: int, name: str, where: str) -> None:
@@ -42,15 +42,15 @@ class Block:
             os.close(self._descriptor)
 
 
-class Blocks:
+class SharedBlocks:
     """The blocks of one sender. The names of their files begin with ``name``; ``where`` names the sender in errors."""
 
     def __init__(self, name: str, where: str) -> None:
         self._name, self._where = name, where
         self._num_made = 0
-        self._idle: list[Block] = []
+        self._idle: list[SharedBlock] = []
 
-    def lend(self, num_bytes: int) -> Block:
+    def lend(self, num_bytes: int) -> SharedBlock:
         """A block of at least ``num_bytes``. Raise a RankError if the machine lacks memory."""
         fitting = [block for block in self._idle if num_bytes <= block.handle[2] <= max(WASTE * num_bytes, LEAST_BYTES)]
         if fitting:
@@ -59,9 +59,9 @@ class Blocks:
             return block
         step = max(LEAST_BYTES, 2 ** (num_bytes.bit_length() - 4))
         self._num_made += 1
-        return Block(-(-num_bytes // step) * step, f"{self._name}-{self._num_made}", self._where)
+        return SharedBlock(-(-num_bytes // step) * step, f"{self._name}-{self._num_made}", self._where)
 
-    def take_back(self, block: Block) -> None:
+    def take_back(self, block: SharedBlock) -> None:
         """Keep a block that its receiver has read. Blocks that may still be read are not given back. They vanish when
         the last process closes them."""
         self._idle.append(block)

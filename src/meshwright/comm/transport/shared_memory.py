@@ -61,7 +61,7 @@ class SharedMemory(Lane):
         self.look: Callable[[], None] | None = None
         self.blame: Callable[[int], Trouble] = lambda rank: Trouble(f"rank {rank}", ENDED)
         self.peer, self.timeout_s = peer, timeout_s
-        self._mine, self._theirs, self._slots, self.process = own_segment, peer_segment, slots, process
+        self._own_segment, self._peer_segment, self._slots, self.process = own_segment, peer_segment, slots, process
         self._futex = ctypes.CDLL(None).syscall
         self._num_put = 0
         self._num_taken = 0
@@ -138,26 +138,26 @@ class SharedMemory(Lane):
 
     def wait_for_room(self) -> None:
         """Wait until a slot is free."""
-        self._await(self._theirs.consumed, self._num_put - self._slots + 1, "room for a message")
+        self._await(self._peer_segment.consumed, self._num_put - self._slots + 1, "room for a message")
 
     def wait_for_message(self, what: str) -> None:
         """Wait until the next message has arrived. Errors call the message ``what``."""
-        self._await(self._theirs.published, self._num_taken + 1, what)
+        self._await(self._peer_segment.published, self._num_taken + 1, what)
 
     def check_message(self, what: str, waited_s: float) -> None:
         """Raise an error if the next message, for which this rank has waited ``waited_s`` seconds, will not come."""
         if self.look is not None:
             self.look()
         deadline = time.monotonic() + self.timeout_s - waited_s
-        self._check_peer(self._theirs.published, self._num_taken + 1, deadline, what)
+        self._check_peer(self._peer_segment.published, self._num_taken + 1, deadline, what)
 
     def has_room(self) -> bool:
         """Whether a slot is free."""
-        return not (self._theirs.consumed.value - self._num_put + self._slots - 1) & _BEHIND
+        return not (self._peer_segment.consumed.value - self._num_put + self._slots - 1) & _BEHIND
 
     def has_come(self) -> bool:
         """Whether the next message has arrived."""
-        return not (self._theirs.published.value - self._num_taken - 1) & _BEHIND
+        return not (self._peer_segment.published.value - self._num_taken - 1) & _BEHIND
 
     def put(self, part: "Tensor | np.ndarray[Any, Any]", tag: int) -> None:
         """Copy a message into its slot and wake the peer; wait for a free slot first."""
@@ -168,7 +168,7 @@ class SharedMemory(Lane):
 
     def put_at_once(self, part: "Tensor | np.ndarray[Any, Any]", tag: int) -> bool:
         """Copy a message into its slot and wake the peer, unless no slot is free."""
-        number, slots, own_segment, peer_segment = self._num_put, self._slots, self._mine, self._theirs
+        number, slots, own_segment, peer_segment = self._num_put, self._slots, self._own_segment, self._peer_segment
         if (peer_segment.consumed.value - number + slots - 1) & _BEHIND:
             return False
         slot, num_bytes, dtype = number % slots, part.nbytes, part.dtype
@@ -189,7 +189,7 @@ class SharedMemory(Lane):
 
     def take(self, num: int, dtype: Any, tag: int, label: str = "") -> Any:
         """Wait for the next message, and return it without a copy: as a tensor, or an array if the dtype is numpy's."""
-        number, theirs = self._num_taken, self._theirs
+        number, theirs = self._num_taken, self._peer_segment
         if (theirs.published.value - number - 1) & _BEHIND:
             self._await(theirs.published, number + 1, label)
         slot, heads, num_bytes = number % self._slots, theirs.heads, num * dtype.itemsize
@@ -202,65 +202,65 @@ class SharedMemory(Lane):
     def head(self) -> tuple[int, int]:
         """The number of bytes and the tag of the next message, which has arrived."""
         at = 2 * (self._num_taken % self._slots)
-        return self._theirs.heads[at], self._theirs.heads[at + 1]
+        return self._peer_segment.heads[at], self._peer_segment.heads[at + 1]
 
     def release(self) -> None:
         """Free the slot of the message that was taken, and wake the peer."""
         self._num_taken = number = self._num_taken + 1
-        self._mine.consumed.value = number
-        if self._theirs.sleeping.value:
-            self._wake(self._mine.consumed)
+        self._own_segment.consumed.value = number
+        if self._peer_segment.sleeping.value:
+            self._wake(self._own_segment.consumed)
 
     # --- what ranks report of themselves -----------------------------------------------------------------------------
 
     def tell(self, number: int, words: bytes) -> None:
         """Write the report where the peer can read it, even after this rank has ended."""
-        self._mine.begun.value = number
-        self._mine.write(TOLD, words)
+        self._own_segment.begun.value = number
+        self._own_segment.write(TOLD, words)
 
     def finished(self, number: int) -> None:
         """Write the number of the collective where the peer can read it, even after this rank has ended."""
-        self._mine.finished.value = number
+        self._own_segment.finished.value = number
 
     def give_up(self, number: int, words: bytes, because_of: str) -> None:
         """Write the report and the rank to blame where the peer can read them, then mark this rank as failed."""
         self.tell(number, words)
-        self._mine.write(BECAUSE, because_of.encode())
-        self._mine.failed.value = 1
+        self._own_segment.write(BECAUSE, because_of.encode())
+        self._own_segment.failed.value = 1
 
     def trouble(self, number: int) -> Trouble | None:
         """The trouble if the peer has given up, or ended before it finished collective ``number``; else None."""
-        if self._theirs.failed.value:
-            return Trouble(self._theirs.read(BECAUSE), f"rank {self.peer} has given up because of it")
-        if self._theirs.finished.value < number and self.has_ended():
+        if self._peer_segment.failed.value:
+            return Trouble(self._peer_segment.read(BECAUSE), f"rank {self.peer} has given up because of it")
+        if self._peer_segment.finished.value < number and self.has_ended():
             return self.blame(self.peer)
         return None
 
-    def told(self) -> str:
+    def last_report(self) -> str:
         """The peer's last report, and the collective in which the peer last sent a message.
 
         The peer reports only the first of several equal collectives in a row. The numbers of its last sent and its last
         finished collective show the peer's current collective.
         """
-        words = self._theirs.read(TOLD)
+        words = self._peer_segment.read(TOLD)
         ended = ", and has ended" if self.has_ended() else ""
         if not words:
             return f"rank {self.peer} has begun none{ended}"
-        number, put, sent = self._theirs.begun.value, self._theirs.published.value, ""
+        number, put, sent = self._peer_segment.begun.value, self._peer_segment.published.value, ""
         if put:
-            tag = self._theirs.heads[(put - 1) % self._slots * 2 + 1]
+            tag = self._peer_segment.heads[(put - 1) % self._slots * 2 + 1]
             sent = f", has last sent to this rank in #{tag >> 32}"
-            if not self._theirs.failed.value:
-                number = max(number, tag >> 32, self._theirs.finished.value)
+            if not self._peer_segment.failed.value:
+                number = max(number, tag >> 32, self._peer_segment.finished.value)
         return f"rank {self.peer} was in #{number} {words}{sent}{ended}"
 
     def has_ended(self) -> bool:
         """Whether the peer has left, or its process is gone."""
-        return bool(self._theirs.left.value) or self.process.has_ended()
+        return bool(self._peer_segment.left.value) or self.process.has_ended()
 
     def leave(self) -> None:
         """Report that this rank puts and takes no more messages."""
-        self._mine.left.value = 1
+        self._own_segment.left.value = 1
 
     # --- futexes ---------------------------------------------------------------------------------------------------
 
@@ -280,7 +280,7 @@ class SharedMemory(Lane):
                 return
         now = time.monotonic()
         deadline, look, sleep_s = now + self.timeout_s, now + SLEEP_S, NAP_S
-        sleeping = self._mine.sleeping
+        sleeping = self._own_segment.sleeping
         try:
             sleeping.value = 1
             while ((seen := word.value) - number) & _BEHIND:

@@ -19,7 +19,7 @@ SLOTS = 128
 """The number of slots of a stream's lane, each for one message: 64 MiB may be under way."""
 
 
-class Stream:
+class LaneChannel:
     """A channel over a lane of shared memory to a rank. ``rank`` is this rank. ``progress`` moves its messages while
     the rank waits for anything."""
 
@@ -60,10 +60,10 @@ class Stream:
 
     def move(self) -> bool:
         """Put parts that find room, and take at most one message, to be brief. Returns whether anything moved."""
-        came = bool(self._expected) and self._lane.has_come()
-        if came:
+        received = bool(self._expected) and self._lane.has_come()
+        if received:
             self._take()
-        return self._flush() or came
+        return self._flush() or received
 
     def _depart(self, number: int, event: int) -> None:
         """Wait until ``number`` messages of the stream have been put."""

@@ -70,7 +70,7 @@ class Head(msgspec.Struct, frozen=True, array_like=True, tag="letter"):
     block: Handle | None
 
 
-class Reply(msgspec.Struct, frozen=True, array_like=True):
+class ReceiverReply(msgspec.Struct, frozen=True, array_like=True):
     """A receiver's reply: the number of letters of this connection that it has taken so far (``REFUSED``: it takes
     none), and whether it can open the sender's memory."""
 
@@ -80,7 +80,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
 
 encode = msgspec.msgpack.Encoder().encode
 decode_message = msgspec.msgpack.Decoder(Hello | Head).decode
-decode_reply = msgspec.msgpack.Decoder(Reply).decode
+decode_reply = msgspec.msgpack.Decoder(ReceiverReply).decode
 
 
 def listener(context: Any, host: str, secret: str) -> tuple[Any, str, str]:

@@ -149,8 +149,8 @@ def _held_bytes(
     held = [fact.held for fact in facts]
     states = sum(each.optimizer_bytes for each in held)
     if works.offloads:  # two chunks of the state are on the device
-        every = sum(fact.trained_bytes for fact in facts) * optimizer.states
-        states = min(every, 2 * max(CHUNK_BYTES, *(fact.largest_bytes for fact in facts)) * optimizer.states)
+        state_bytes = sum(fact.trained_bytes for fact in facts) * optimizer.states
+        states = min(state_bytes, 2 * max(CHUNK_BYTES, *(fact.largest_bytes for fact in facts)) * optimizer.states)
     total = states + max(each.prologue_bytes for each in held)
     total += max(each.inputs_bytes for each in held) if first_chunk else 0
     total += sum(

@@ -54,8 +54,8 @@ class Recut:
 
     def at(self, stages: Sequence[range]) -> Option | None:
         """The option with these stages; None if it does not fit in memory."""
-        found = self._fitting([self._timed(stages)])
-        return self._made(*found) if found is not None else None
+        fitting = self._fitting([self._timed(stages)])
+        return self._option_of(*fitting) if fitting is not None else None
 
     def best(self, stages: Sequence[range]) -> Option | None:
         """The best option that can be reached from these stages. Each round makes the single move that
@@ -68,16 +68,16 @@ class Recut:
             if best is not None and fastest[0].step_s > (1 - LEAST_GAIN) * best[0].step_s:
                 break
             best, stages = fastest, fastest[2]
-        return self._made(*best) if best is not None else None
+        return self._option_of(*best) if best is not None else None
 
     def _timed(self, stages: Sequence[range]) -> _Timed:
         layout = self.option.layout
         work = self.pipelines.assembled(layout, stages, self.works)
         return self.pipelines.predicted(layout, work, self.cluster), work, stages
 
-    def _fitting(self, every: Iterable[_Timed]) -> _Timed | None:
+    def _fitting(self, candidates: Iterable[_Timed]) -> _Timed | None:
         """The first of several cuts that fits in memory."""
-        for timed in every:
+        for timed in candidates:
             memory = self._memory(timed[1])
             if all(rank.peak_bytes <= limit for rank, limit in zip(memory, self.limits, strict=True)):
                 return timed
@@ -86,7 +86,7 @@ class Recut:
     def _memory(self, work: StepWork) -> tuple[RankMemory, ...]:
         return peak_memory(work, periods(self.option.layout)[0])
 
-    def _made(self, predicted: Predicted, work: StepWork, stages: Sequence[range]) -> Option:
+    def _option_of(self, predicted: Predicted, work: StepWork, stages: Sequence[range]) -> Option:
         return msgspec.structs.replace(
             self.option,
             firsts=self.pipelines.chain.firsts_of(stages),

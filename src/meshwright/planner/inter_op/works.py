@@ -133,8 +133,8 @@ def every_piece(work: StageWork, changed: Callable[[Piece], Piece]) -> StageWork
 
 def _without_dp(work: StageWork) -> StageWork:
     """The work of a layer if there is only one data-parallel rank, so that nothing is summed over dp."""
-    every = (*work.before, *work.after, *(piece for pieces in work.pieces.values() for piece in pieces))
-    gone = {piece.what for piece in every if isinstance(piece, Communicate) and piece.axis == "dp"}
+    pieces_of_stage = (*work.before, *work.after, *(piece for pieces in work.pieces.values() for piece in pieces))
+    gone = {piece.what for piece in pieces_of_stage if isinstance(piece, Communicate) and piece.axis == "dp"}
 
     def left(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
         return tuple(piece for piece in pieces if isinstance(piece, Compute) or piece.what not in gone)

@@ -191,7 +191,7 @@ def read_out(formulated: Formulation, choices: tuple[int, ...]) -> tuple[
     with one reader) is split in the way that its reader needs."""
     graph, decisions = formulated.graph, formulated.decisions
     strategies: dict[str, Strategy] = {operator.name: {} for operator in graph.operators}
-    for index, decision in enumerate(decisions.found):
+    for index, decision in enumerate(decisions.entries):
         for strategy, twins in zip(formulated.choices[index][choices[index]], decision.twins, strict=True):
             for name in twins:
                 strategies[name] = dict(strategy)

@@ -11,7 +11,7 @@ from meshwright.cost.optimizer import OptimizerCost
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.program import CollectiveKind, Node
-from meshwright.ir.resharding import Link
+from meshwright.ir.resharding import AxisLink
 from meshwright.planner.algorithms import links_of
 from meshwright.planner.buckets import BUCKET_BYTES
 
@@ -20,7 +20,7 @@ class CostModel(Protocol):
     """The prices of kernels and collectives."""
 
     @property
-    def links(self) -> Mapping[str, Link]:
+    def links(self) -> Mapping[str, AxisLink]:
         """The links of axes and of joined axes, for the search for cheap resharding."""
         ...
 
@@ -110,7 +110,7 @@ class AlphaBetaCosts:
         self._sizes, self._alpha, self._beta = dict(sizes), dict(alpha), dict(beta)
         self._added, self._spread, self._scatters = dict(added or {}), spread, scatters
         self.links = {
-            axis: Link(latency_s=alpha[axis] / max(1, ceil(log2(size))), byte_s=beta[axis])
+            axis: AxisLink(latency_s=alpha[axis] / max(1, ceil(log2(size))), byte_s=beta[axis])
             for axis, size in self._sizes.items()
             if size > 1
         }

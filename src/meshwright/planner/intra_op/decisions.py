@@ -31,11 +31,11 @@ class Decision:
 
 @dataclass
 class Decisions:
-    """All decisions of a graph. ``place`` maps an operator to the index of its decision, and its index among the
-    members of the decision. ``followers`` are views with one reader. A follower is split in the way that its reader
-    needs."""
+    """All decisions of a graph (``entries``). ``place`` maps an operator to the index of its decision, and its index
+    among the members of the decision. ``followers`` are views with one reader. A follower is split in the way that its
+    reader needs."""
 
-    found: list[Decision] = field(default_factory=list)
+    entries: list[Decision] = field(default_factory=list)
     place: dict[str, tuple[int, int]] = field(default_factory=dict)
     followers: set[str] = field(default_factory=set)
 
@@ -49,11 +49,11 @@ def decisions_of(graph: Graph, marks: Mapping[str, object]) -> Decisions:
     known: dict[object, int] = {}
     for group in _groups(graph, followers):
         key = _signature(graph, group, blocks, marks) or object()  # outside of blocks, every group is unique
-        index = known.setdefault(key, len(result.found))
-        if index == len(result.found):
-            result.found.append(Decision(tuple(group), tuple([] for _ in group)))
+        index = known.setdefault(key, len(result.entries))
+        if index == len(result.entries):
+            result.entries.append(Decision(tuple(group), tuple([] for _ in group)))
         for number, operator in enumerate(group):
-            result.found[index].twins[number].append(operator.name)
+            result.entries[index].twins[number].append(operator.name)
             result.place[operator.name] = (index, number)
     return result
 
@@ -121,7 +121,7 @@ def _repeated_blocks(graph: Graph) -> set[str]:
 def _signature(graph: Graph, group: Iterable[Operator], blocks: set[str], marks: Mapping[str, object]) -> object | None:
     """A key that is equal for groups of operators with equal choices and costs; None outside of ``blocks``."""
     classes: dict[str, tuple[int, str]] = {}
-    said: list[object] = []
+    entries: list[object] = []
     for op in group:
         if starred(block_of(op)) not in blocks:
             return None
@@ -130,6 +130,6 @@ def _signature(graph: Graph, group: Iterable[Operator], blocks: set[str], marks:
         ]
         dtypes = tuple(graph.tensors[name].dtype for name in (*op.inputs, *op.outputs))
         pattern, sizes = ("", ()) if op.rule is None else (op.rule.pattern, tuple(op.rule.sizes.items()))
-        said.append((starred(op.name), op.target, pattern, sizes, tuple(named), dtypes, op.bytes, op.flops,
+        entries.append((starred(op.name), op.target, pattern, sizes, tuple(named), dtypes, op.bytes, op.flops,
                      marks.get(op.name)))  # fmt: skip
-    return tuple(said)
+    return tuple(entries)

@@ -30,7 +30,7 @@ class Table:
 
 
 @dataclass(frozen=True, eq=False)
-class Answer:
+class BestChoices:
     """The best choice of an eliminated node for every combination of choices of the nodes in ``scope``."""
 
     node: int
@@ -48,7 +48,7 @@ class Core:
     nodes: tuple[int, ...]
     tables: tuple[Table, ...]
     tensors: tuple[ProblemTensor, ...]
-    answers: tuple[Answer, ...]
+    answers: tuple[BestChoices, ...]
     seconds: float
 
     def complete(self, chosen: dict[int, int]) -> list[int]:
@@ -93,7 +93,7 @@ def simplify(
     for scope in tables:
         for node in scope:
             touching[node].add(scope)
-    answers: list[Answer] = []
+    answers: list[BestChoices] = []
     seconds = 0.0
     sizes = {node: _around(problem, touching, node) for node in touching if node not in held}
     while sizes:
@@ -111,7 +111,7 @@ def simplify(
                     touching[other].discard(scope)
         shape = tuple(problem.nodes[number].num_choices for number in whole)
         best, choice = _least(sorted(parts, key=lambda part: part.size), shape)
-        answers.append(Answer(node, around, choice))
+        answers.append(BestChoices(node, around, choice))
         if around:
             add(around, best)
             for other in around:

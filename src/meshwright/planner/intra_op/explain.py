@@ -57,7 +57,7 @@ def notes_of(graph: Graph, assigned: Assigned, pinned: Mapping[str, Strategy]) -
 def _weight(assigned: Assigned, index: int) -> float:
     """The importance of a decision in its module: the seconds of its cheapest choice. Products, convolutions and
     attention are more important than all other operators."""
-    product = kind_of(assigned.formulated.decisions.found[index].leads[0]) in COMPUTE
+    product = kind_of(assigned.formulated.decisions.entries[index].leads[0]) in COMPUTE
     return float(assigned.formulated.problem.nodes[index].costs.min()) + (1e9 if product else 0.0)
 
 
@@ -65,7 +65,7 @@ def _line(
     graph: Graph, assigned: Assigned, index: int, module: set[int], pinned: Mapping[str, Strategy]
 ) -> tuple[str, str]:
     formulated, chosen = assigned.formulated, assigned.solution.choices
-    decision = formulated.decisions.found[index]
+    decision = formulated.decisions.entries[index]
     lead = next((number for number, member in enumerate(decision.members) if not member.backward), 0)
     operator = decision.members[lead]
     ways = [_way(graph, operator, choice[lead], formulated.sizes) for choice in formulated.choices[index]]
@@ -84,15 +84,15 @@ def _line(
 
 def _way(graph: Graph, operator: Operator, strategy: Strategy, sizes: Mapping[str, int]) -> str:
     """A strategy as text, such as ``batch@dp h@tp``."""
-    said = []
+    choices = []
     for axis in sizes:
         choice = strategy.get(axis, "")
         if not choice or is_linear(choice):
-            said.append(f"none@{axis}")
+            choices.append(f"none@{axis}")
         else:
             batch = any(graph.factor_classes[name].role == "batch" for name in classes_of(operator, choice))
-            said.append(f"{'batch' if batch else word_of(operator, choice)}@{axis}")
-    return " ".join(said)
+            choices.append(f"{'batch' if batch else word_of(operator, choice)}@{axis}")
+    return " ".join(choices)
 
 
 def _costs(assigned: Assigned, index: int, module: set[int]) -> list[float]:

@@ -62,7 +62,7 @@ class Formulation:
         self.decisions = decisions_of(graph, marks)
         options = Options(graph, self.sizes, allows)
         self.choices: list[list[Choice]] = []
-        for decision in self.decisions.found:
+        for decision in self.decisions.entries:
             kept = [choice for choice in options.choices(decision) if all(map(keeps, decision.members, choice))]
             if not kept:
                 raise _contradiction(decision)
@@ -105,7 +105,7 @@ class Formulation:
 
     def _decided(self) -> None:
         """Add a node for every decision."""
-        for decision, choices in zip(self.decisions.found, self.choices, strict=True):
+        for decision, choices in zip(self.decisions.entries, self.choices, strict=True):
             costs = [sum(map(self.prices.operator_s, decision.members, choice)) for choice in choices]
             self._node(decision.members[0].name, decision.times * np.array(costs), self._held(decision, choices))
 
@@ -149,7 +149,7 @@ class Formulation:
         """The index of the operator's decision, the index of the member that stands for the operator, and this
         member."""
         index, member = self.decisions.place[operator.name]
-        return index, member, self.decisions.found[index].members[member]
+        return index, member, self.decisions.entries[index].members[member]
 
     def _wants(self, operator: Operator, position: int, path: Path) -> list[Placements | None]:
         """For each choice of the operator's decision, the placement that the tensor needs before ``path``."""
@@ -237,7 +237,7 @@ class Formulation:
         """Add one tensor for all of ``names``, which are equal tensors of repeated blocks."""
         name = names[0]
         tensor, maker = self.graph.tensors[name], self.producers.get(name)
-        node, haves = self._made(name)
+        node, haves = self._producer_of(name)
         reads: list[tuple[int, list[Storage | None]]] = [
             (self.decisions.place[operator.name][0], _stored(self._wants(operator, position, path)))
             for operator, position, path in self.reads[name]
@@ -303,7 +303,7 @@ class Formulation:
                 ProblemTensor(node, have, tuple(readers), len(names) * np.array([list(priced.values())]))
             )
 
-    def _made(self, name: str) -> tuple[int, list[Storage]]:
+    def _producer_of(self, name: str) -> tuple[int, list[Storage]]:
         """The node that decides a tensor's placement, and the placement under each choice of this node. Inputs of the
         step are split over dp (and dp_shard) along their batch; buffers and constants are whole."""
         maker = self.producers.get(name)

@@ -64,8 +64,10 @@ class Prices:
 
     def node_exchanges_s(self, node: Node) -> float:
         """The seconds of the collectives that a node starts, plus the seconds of the collectives inside its kernel."""
-        every = (*([node.starts] if node.starts is not None else ()), *node.inside)
-        return sum(self.costs.collective_s(collective.kind, collective.bytes, collective.axis) for collective in every)
+        collectives = (*([node.starts] if node.starts is not None else ()), *node.inside)
+        return sum(
+            self.costs.collective_s(collective.kind, collective.bytes, collective.axis) for collective in collectives
+        )
 
     def times(self, operator: Operator) -> int:
         """How often a step runs the operator."""

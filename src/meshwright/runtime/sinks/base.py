@@ -48,13 +48,13 @@ class Sink(ABC):
 
 def numbers(row: Row) -> dict[str, float]:
     """The numbers of a row by name, without the step. Those of an evaluation begin with ``held_out/``."""
-    found: dict[str, float] = {}
+    named: dict[str, float] = {}
     for name, value in row.items():
         if isinstance(value, dict):
-            found |= {f"{name}/{key}": number for key, number in numbers(value).items()}
+            named |= {f"{name}/{key}": number for key, number in numbers(value).items()}
         elif name != "step" and isinstance(value, int | float):
-            found[name] = float(value)
-    return found
+            named[name] = float(value)
+    return named
 
 
 def package(module: str, what: str, extra: str) -> Any:
@@ -75,16 +75,16 @@ def warned(sink: Sink) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # noqa: BLE001 - whatever a library raises
-        said = next(iter(str(error).strip().splitlines()), "")
-        log.warning("%s has not taken the last metrics: %s: %s", sink.name, type(error).__name__, said)
+        text = next(iter(str(error).strip().splitlines()), "")
+        log.warning("%s has not taken the last metrics: %s: %s", sink.name, type(error).__name__, text)
 
 
 def kept_id(path: Path) -> str:
     """The id in a file, under which another program knows this run; a new one, written there, if there is none."""
     if path.is_file():
-        found = path.read_text(errors="replace").strip()
-        if _ID.fullmatch(found):
-            return found
-    made = secrets.token_hex(4)
-    files.write_atomically(path, made.encode())
-    return made
+        text = path.read_text(errors="replace").strip()
+        if _ID.fullmatch(text):
+            return text
+    new_id = secrets.token_hex(4)
+    files.write_atomically(path, new_id.encode())
+    return new_id

@@ -32,7 +32,7 @@ SURE = "ring, partitioned, shares, rabenseifner"
 """All-reduces that can carry every codec, for error messages."""
 
 
-class Part(msgspec.Struct, frozen=True, gc=False):
+class AtomPart(msgspec.Struct, frozen=True, gc=False):
     """The content of a message for one atom: the sum of ``terms`` ranks' elements, in the bytes of the encoding
     ``code``.
 
@@ -49,7 +49,7 @@ class CodedMove(msgspec.Struct, frozen=True, gc=False):
     source: int
     target: int
     adds: bool
-    parts: tuple[Part, ...]
+    parts: tuple[AtomPart, ...]
 
 
 class Encoding(msgspec.Struct, frozen=True, gc=False):
@@ -191,14 +191,14 @@ class _Run:
     def _send(self, move: Move) -> tuple[CodedMove, list[int]]:
         """The message, and the symbolic values in it."""
         is_coded = self._everywhere or self._crosses(move.source, move.target)
-        parts, values = list[Part](), list[int]()
+        parts, values = list[AtomPart](), list[int]()
         for atom in self._inside((move.begin, move.begin + move.length)):
             held = self._held[move.source][atom]
             if not is_coded:
                 self._read(move.source, atom)
             elif held.code is None:
                 self._encode(move.source, atom)
-            parts.append(Part(atom, self._values.terms[held.value].total(), held.code if is_coded else None))
+            parts.append(AtomPart(atom, self._values.terms[held.value].total(), held.code if is_coded else None))
             values.append(held.value)
         return CodedMove(move.source, move.target, move.adds, tuple(parts)), values
 

@@ -13,7 +13,7 @@ from meshwright.schedules.collectives.hierarchy import (
     read,
     reduce_scatter_in_levels,
 )
-from meshwright.schedules.collectives.steps import Move, RequiredSum, Rounds, Span, Steps, cut, made
+from meshwright.schedules.collectives.steps import Move, RequiredSum, Rounds, Span, Steps, cut, steps_from_rounds
 
 ALL_REDUCE: dict[str, Whole] = {
     "star": group.up_and_down(group.reduce_star),
@@ -103,7 +103,7 @@ def all_reduce(algorithm: str, num_ranks: int, length: int, *, server: bool = Fa
     else:
         rounds = (ALL_REDUCE | FOR_SELECTIONS)[algorithm]([num_ranks, *ranks] if served else ranks, whole)
     before, after = ((whole,),) * num_ranks, ((_sum_of(num_ranks, whole),),) * num_ranks
-    return made("all_reduce", algorithm, length, rounds, before + ((),) * served, after + ((),) * served)
+    return steps_from_rounds("all_reduce", algorithm, length, rounds, before + ((),) * served, after + ((),) * served)
 
 
 def _in_turn(algorithm: str, size: int, length: int) -> Steps:
@@ -118,7 +118,7 @@ def _in_turn(algorithm: str, size: int, length: int) -> Steps:
     else:
         rounds = [start, *sent]
     sums = RequiredSum(out, tuple((rank, 0) for rank in range(size)))
-    return made("all_reduce", algorithm, length, rounds, ((whole,),) * size, ((sums,),) * size, 2 * length)
+    return steps_from_rounds("all_reduce", algorithm, length, rounds, ((whole,),) * size, ((sums,),) * size, 2 * length)
 
 
 def reduce_scatter(algorithm: str, counts: Sequence[int]) -> Steps:
@@ -126,7 +126,9 @@ def reduce_scatter(algorithm: str, counts: Sequence[int]) -> Steps:
     spans = _parts("reduce_scatter", algorithm, counts)
     size, length = len(counts), sum(counts)
     after = ((_sum_of(size, span),) for span in spans)
-    return made("reduce_scatter", algorithm, length, _scatter(algorithm, spans), (((0, length),),) * size, after)
+    return steps_from_rounds(
+        "reduce_scatter", algorithm, length, _scatter(algorithm, spans), (((0, length),),) * size, after
+    )
 
 
 def _scatter(algorithm: str, spans: Sequence[Span]) -> Rounds:
@@ -145,7 +147,7 @@ def all_gather(algorithm: str, counts: Sequence[int]) -> Steps:
     else:
         rounds = HALVES[algorithm][1](range(len(counts)), [[span] for span in spans])
     after = (_each_own(spans),) * len(counts)
-    return made("all_gather", algorithm, sum(counts), rounds, ((span,) for span in spans), after)
+    return steps_from_rounds("all_gather", algorithm, sum(counts), rounds, ((span,) for span in spans), after)
 
 
 def reduce(algorithm: str, num_ranks: int, length: int, root: int = 0) -> Steps:
@@ -153,7 +155,9 @@ def reduce(algorithm: str, num_ranks: int, length: int, root: int = 0) -> Steps:
     ranks = _from(root, "reduce", algorithm, num_ranks, length)
     whole = (0, length)
     after = ((_sum_of(num_ranks, whole),) if rank == root else () for rank in range(num_ranks))
-    return made("reduce", algorithm, length, TO_ONE[algorithm](ranks, whole), ((whole,),) * num_ranks, after)
+    return steps_from_rounds(
+        "reduce", algorithm, length, TO_ONE[algorithm](ranks, whole), ((whole,),) * num_ranks, after
+    )
 
 
 def broadcast(algorithm: str, num_ranks: int, length: int, root: int = 0) -> Steps:
@@ -166,7 +170,9 @@ def broadcast(algorithm: str, num_ranks: int, length: int, root: int = 0) -> Ste
     else:
         rounds = group.backwards(TO_ONE[algorithm](ranks, whole))
     before = ((whole,) if rank == root else () for rank in range(num_ranks))
-    return made("broadcast", algorithm, length, rounds, before, ((RequiredSum(whole, ((root, 0),)),),) * num_ranks)
+    return steps_from_rounds(
+        "broadcast", algorithm, length, rounds, before, ((RequiredSum(whole, ((root, 0),)),),) * num_ranks
+    )
 
 
 def gather(algorithm: str, counts: Sequence[int], root: int = 0) -> Steps:
@@ -176,7 +182,7 @@ def gather(algorithm: str, counts: Sequence[int], root: int = 0) -> Steps:
     ranks = _from(root, "gather", algorithm, len(counts), sum(counts))
     rounds = GATHERS[algorithm](ranks, [[spans[rank]] for rank in ranks])
     after = (_each_own(spans) if rank == root else () for rank in range(len(counts)))
-    return made("gather", algorithm, sum(counts), rounds, ((span,) for span in spans), after)
+    return steps_from_rounds("gather", algorithm, sum(counts), rounds, ((span,) for span in spans), after)
 
 
 def scatter(algorithm: str, counts: Sequence[int], root: int = 0) -> Steps:
@@ -186,7 +192,7 @@ def scatter(algorithm: str, counts: Sequence[int], root: int = 0) -> Steps:
     rounds = group.backwards(GATHERS[algorithm](ranks, [[spans[rank]] for rank in ranks]))
     before = (((0, sum(counts)),) if rank == root else () for rank in range(len(counts)))
     after = ((RequiredSum(span, ((root, span[0]),)),) for span in spans)
-    return made("scatter", algorithm, sum(counts), rounds, before, after)
+    return steps_from_rounds("scatter", algorithm, sum(counts), rounds, before, after)
 
 
 def all_to_all(algorithm: str, counts: Counts) -> Steps:
@@ -202,20 +208,24 @@ def all_to_all(algorithm: str, counts: Counts) -> Steps:
         raise ScheduleError("a row has another length", where="counts", remedy="give as many counts as ranks, each")
     sent = [list(accumulate(row, initial=0)) for row in counts]
     base = max((row[-1] for row in sent), default=0)
-    came = [list(accumulate((counts[i][j] for i in range(size)), initial=base)) for j in range(size)]
+    received = [list(accumulate((counts[i][j] for i in range(size)), initial=base)) for j in range(size)]
 
     def of(i: int, j: int) -> list[Move]:
-        return [Move(i, j, sent[i][j], came[j][i], counts[i][j])] if counts[i][j] else []
+        return [Move(i, j, sent[i][j], received[j][i], counts[i][j])] if counts[i][j] else []
 
     rounds: Rounds = [[move for i in range(size) for move in of(i, (i + turn) % size)] for turn in range(size)]
     if algorithm == "naive":
         rounds = [*rounds[:1], [move for moves in rounds[1:] for move in moves]]
     after = (
-        tuple(RequiredSum((came[j][i], came[j][i + 1]), ((i, sent[i][j]),)) for i in range(size) if counts[i][j])
+        tuple(
+            RequiredSum((received[j][i], received[j][i + 1]), ((i, sent[i][j]),)) for i in range(size) if counts[i][j]
+        )
         for j in range(size)
     )
-    space = max((row[-1] for row in came), default=0)
-    return made("all_to_all", algorithm, sum(map(sum, counts)), rounds, (((0, row[-1]),) for row in sent), after, space)
+    space = max((row[-1] for row in received), default=0)
+    return steps_from_rounds(
+        "all_to_all", algorithm, sum(map(sum, counts)), rounds, (((0, row[-1]),) for row in sent), after, space
+    )
 
 
 def barrier(algorithm: str, num_ranks: int) -> Steps:
@@ -229,7 +239,7 @@ def barrier(algorithm: str, num_ranks: int) -> Steps:
             [Move(rank, (rank + distance) % num_ranks, 0, 0, 0) for rank in range(num_ranks)]
             for distance in group.distances(num_ranks)
         ]
-    return made("barrier", algorithm, 0, rounds, ((),) * num_ranks, ((),) * num_ranks)
+    return steps_from_rounds("barrier", algorithm, 0, rounds, ((),) * num_ranks, ((),) * num_ranks)
 
 
 def build(

@@ -146,7 +146,7 @@ def beside(lists: Iterable[Rounds]) -> Rounds:
     return [[move for moves in side for move in moves] for side in zip_longest(*lists, fillvalue=())]
 
 
-def made(
+def steps_from_rounds(
     operation: str,
     algorithm: str,
     length: int,

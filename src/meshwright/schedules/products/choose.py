@@ -121,22 +121,22 @@ def named_grid(name: str, num_ranks: int) -> Grid:
         return Grid(1, 1, num_ranks)
     if name == "1d-inner":
         return Grid(1, num_ranks, 1)
-    every = [
+    candidates = [
         Grid(rows, inner, num_ranks // (rows * inner))
         for rows in _divisors(num_ranks)
         for inner in _divisors(num_ranks // rows)
     ]
     if name == "summa":
-        return min((grid for grid in every if grid.k == 1), key=_spread)
+        return min((grid for grid in candidates if grid.k == 1), key=_spread)
     if name == "2.5d":
-        layered = [grid for grid in every if 1 < grid.k <= min(grid.m, grid.n)]
+        layered = [grid for grid in candidates if 1 < grid.k <= min(grid.m, grid.n)]
         return min(
-            layered or [grid for grid in every if grid.k == 1],
+            layered or [grid for grid in candidates if grid.k == 1],
             key=lambda grid: (abs(grid.m - grid.n), -grid.k, -grid.m),
         )
     if name == "3d":
         return min(
-            every, key=lambda grid: (max(grid.sizes.values()) - min(grid.sizes.values()), -grid.k, *_spread(grid))
+            candidates, key=lambda grid: (max(grid.sizes.values()) - min(grid.sizes.values()), -grid.k, *_spread(grid))
         )
     raise LayoutError(f"there is no grid {name!r}", where="grid", remedy=f"one of {', '.join(NAMED)}, or sizes")
 
