@@ -83,7 +83,7 @@ class Mover(msgspec.Struct, frozen=True, dict=True):
         return _cheapest(start, end, sizes, links, shape, item_bytes) if start != end else ()
 
     @cached_property
-    def _axes(self) -> tuple[tuple[tuple[str, int], ...], list[str], tuple[tuple[str, Link], ...]]:
+    def _axes(self) -> tuple[tuple[tuple[str, int], ...], list[str], tuple[tuple[str, AxisLink], ...]]:
         """The sizes and names of axes that are not joined, and the links of these axes and of what they join."""
         sizes = tuple((axis, size) for axis, size in self.sizes.items() if len(members(axis)) == 1)
         names = [axis for axis, _ in sizes]
