@@ -32,6 +32,8 @@ COLLECT_AFTER = 50_000, 20, 20
 """Thresholds of garbage collections. By default Python looks for garbage each time that 700 objects are new: captures
 and plans make millions, nearly all of which live on, and looking takes a tenth of their time."""
 gc.set_threshold(*COLLECT_AFTER)
+CHANNEL_SLOTS = 16
+"""Slots of a channel between ranks of the pool. Small models send little; what has no room waits in a queue."""
 settings.load_profile(PROFILE)  # pytest --hypothesis-profile loads another, later
 
 
@@ -44,7 +46,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude all that is imported from garbage collections, which would walk through it again and again."""
+    """Exclude all that is imported from garbage collections, which would walk through it again and again. Let the ranks
+    that Meshwright starts find imported what ranks of the pool find: a process has one fork server for both."""
+    if (launcher := sys.modules.get("meshwright.runtime.ranks")) is not None:
+        from tests.distributed.pool import PRELOAD
+
+        launcher.PRELOADED[:] = PRELOAD
     gc.collect()
     gc.freeze()
 
@@ -74,7 +81,7 @@ def ranks() -> Iterator[Ranks]:
     """`ranks(n, fn, *args, timeout=120)` runs a top-level function on n ranks and returns the results by rank."""
     from tests.distributed.pool import Ranks  # here, so that the pure tests start without importing torch
 
-    with Ranks() as pool:
+    with Ranks(CHANNEL_SLOTS) as pool:
         yield pool
 
 

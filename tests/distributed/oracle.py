@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import meshwright as mw
-from meshwright.api.plans import Rules
+from meshwright.api.machine import known_cluster
+from meshwright.api.plans import Rules, plan_by_layout
 from meshwright.capture.batch import take_apart
 from meshwright.capture.builder import Capture, capture
 from meshwright.comm.groups import from_every_rank, from_rank_0
@@ -395,16 +396,31 @@ def in_parallel(
 _REFERENCES: dict[object, Run] = {}
 _CAPTURES: dict[object, Capture] = {}
 _PLANS: dict[tuple[object, str], bytes] = {}
+_LOWERINGS: dict[tuple[object, str], PlanLowering] = {}
 
 
-def captured(key: object, subject: Subject, precision: Precision | None = None, rules: Rules | None = None) -> Capture:
-    """A capture of a subject's step, which all ranks ask for. Rank 0 makes it for all; subjects with the same key share
-    it. The captures of other ranks have no ``reads``, so that they notice no change of the model."""
+def widening(widens: bool) -> AbstractContextManager[object]:
+    """``WiderCasts``, or nothing."""
+    return WiderCasts() if widens else nullcontext()
+
+
+def captured(
+    key: object,
+    subject: Subject,
+    precision: Precision | None = None,
+    rules: Rules | None = None,
+    *,
+    widens: bool = False,
+) -> Capture:
+    """A capture of a subject's step (if it ``widens``, under ``WiderCasts``), which all ranks ask for. Rank 0 makes it
+    for all; subjects with the same key share it. The captures of other ranks have no ``reads``, so that they notice no
+    change of the model."""
     kept, batch = (key, precision), subject.batches[0]
 
     def made() -> Graph:
         if kept not in _CAPTURES:
-            _CAPTURES[kept] = capture(subject.model, subject.loss_fn, batch, precision=precision, rules=rules)
+            with widening(widens):
+                _CAPTURES[kept] = capture(subject.model, subject.loss_fn, batch, precision=precision, rules=rules)
         return _CAPTURES[kept].graph
 
     if not all(from_every_rank(kept in _CAPTURES)):
@@ -416,21 +432,25 @@ def captured(key: object, subject: Subject, precision: Precision | None = None, 
     return _CAPTURES[kept]
 
 
-def sharing_capture(key: object) -> Callable[..., mw.Trainer]:
+def sharing_capture(key: object, *, widens: bool = False) -> Callable[..., mw.Trainer]:
     """``mw.parallelize`` whose calls with this key share a capture in a process, and a plan for each layout: making
-    them is most of the time."""
+    them is most of the time. If it ``widens``, the step is captured under ``WiderCasts``: the steps of the trainer have
+    the wider casts then, without a mode that watches each of their operators."""
 
     def parallelize(model: nn.Module, loss_fn: LossFunction, batch: Batch, **options: Any) -> mw.Trainer:
         asked = options.pop("plan")
         precision, rules = options.pop("precision", asked.precision), options.get("rules")
-        shared = captured(key, Subject(model, loss_fn, [batch]), precision, rules)
+        shared = captured(key, Subject(model, loss_fn, [batch]), precision, rules, widens=widens)
         kept = key, repr((precision, asked))
 
         def planned() -> bytes:
             if isinstance(asked, mw.Plan):
                 return encode_json(asked)
-            known = _PLANS.get(kept)
-            return known or encode_json(mw.plan(shared.graph, devices=asked.num_ranks, layout=asked, rules=rules))
+            if kept not in _PLANS:
+                lower = _LOWERINGS.setdefault((key, repr(precision)), PlanLowering(shared.graph, rules))
+                cluster = known_cluster(None, torch.device("cpu"), asked.num_ranks)
+                _PLANS[kept] = encode_json(plan_by_layout(shared.graph, asked, cluster, lower))
+            return _PLANS[kept]
 
         text = from_rank_0(planned)
         if not isinstance(asked, mw.Plan):
@@ -446,13 +466,13 @@ def sharing_capture(key: object) -> Callable[..., mw.Trainer]:
 def compare(case: Case, *, widen_casts: bool = True) -> LargestErrors:
     """Run a case both ways on this rank. Cases of a model share its capture, but where casts are left as they are."""
     key = (case.model, case.labels) if widen_casts else None
-    parallelize = mw.parallelize if key is None else sharing_capture(key)
-    with WiderCasts() if widen_casts else nullcontext():
-        serial = subject_of(case)
-        before = {name: value.clone() for name, value in serial.model.state_dict().items()}
-        arguments = OPTIMIZERS[case.optimizer], CLIPPING[case.clipping]
+    parallelize = mw.parallelize if key is None else sharing_capture(key, widens=True)
+    serial = subject_of(case)
+    before = {name: value.clone() for name, value in serial.model.state_dict().items()}
+    arguments = OPTIMIZERS[case.optimizer], CLIPPING[case.clipping]
+    with widening(widen_casts):
         expected = reference(serial, *arguments, key=key)
-        found, trainer = in_parallel(subject_of(case), LAYOUTS[case.layout], *arguments, parallelize=parallelize)
+    found, trainer = in_parallel(subject_of(case), LAYOUTS[case.layout], *arguments, parallelize=parallelize)
     return compared(before, expected, found, trainer)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
@@ -220,16 +219,15 @@ def parts(batch: Batch, dp: int, microbatches: int) -> list[Batch]:
 def compare(case: Case) -> tuple[dict[str, list[float]], LargestErrors | None]:
     """The losses and metrics that this rank saw, by step; on rank 0 also the comparison with one process."""
     layout, settings = case.layout, (oracle.OPTIMIZERS[case.optimizer], oracle.CLIPPING[case.clipping])
-    with oracle.WiderCasts() if case.model.startswith("HF") else nullcontext():
-        subject, parallelize = subject_of(case.model, case.labels), oracle.sharing_capture(("pipelines", case.model))
-        found, trainer = oracle.in_parallel(subject, layout, *settings, parallelize)
-        seen = {
-            name: [float(one) for one in values] for name, values in {"loss": found.losses, **found.metrics}.items()
-        }
-        if trainer.rank != 0:
-            return seen, None
-        serial = subject_of(case.model, case.labels)
-        before = {name: value.clone() for name, value in serial.model.state_dict().items()}
+    subject, widens = subject_of(case.model, case.labels), case.model.startswith("HF")
+    parallelize = oracle.sharing_capture(("pipelines", case.model), widens=widens)
+    found, trainer = oracle.in_parallel(subject, layout, *settings, parallelize)
+    seen = {name: [float(one) for one in values] for name, values in {"loss": found.losses, **found.metrics}.items()}
+    if trainer.rank != 0:
+        return seen, None
+    serial = subject_of(case.model, case.labels)
+    before = {name: value.clone() for name, value in serial.model.state_dict().items()}
+    with oracle.widening(widens):
         if case.model == "ResNet":
             expected = in_microbatches(serial, *settings, layout)
         else:

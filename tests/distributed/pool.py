@@ -43,14 +43,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from meshwright.comm.transport import stream
+
 MAX_RANKS = 8
 HOST = "127.0.0.1"
 STOP, LEAVE = b"", b"leave"
 """Messages to ranks instead of a call: the end, and that all ranks have answered the last call."""
 PRELOAD = [
-    "torch", "torch.distributed", "torch.distributed.checkpoint", "torch._dynamo", "hypothesis", "pytest",
-    "transformers.models.gpt2.modeling_gpt2", "sklearn.datasets", "meshwright.api", "meshwright.comm.mail",
-    "meshwright.models",
+    "torch", "torch.distributed", "torch.distributed.checkpoint", "torch._dynamo",
+    "torch.fx.experimental.symbolic_shapes", "hypothesis", "pytest", "transformers.models.gpt2.modeling_gpt2",
+    "sklearn.datasets", "meshwright.api", "meshwright.comm.mail", "meshwright.models",
 ]  # fmt: skip
 """What ranks find imported: a server does it once, and every rank starts as a fork of it."""
 START_TIMEOUT_S = 120.0
@@ -100,9 +102,13 @@ class Outcome:
 
 
 class Ranks:
-    """The processes, by rank. Each runs from the first call that needs it on, and again after it had to be killed."""
+    """The processes, by rank. Each runs from the first call that needs it on, and again after it had to be killed.
 
-    def __init__(self) -> None:
+    ``channel_slots`` is the number of slots of each channel between ranks: the memory of all slots is reserved, which
+    takes 20 ms for the default."""
+
+    def __init__(self, channel_slots: int = stream.SLOTS) -> None:
+        self._channel_slots = channel_slots
         self._num_calls = 0
         self._store: dist.TCPStore | None = None
         self._processes: list[ForkServerProcess] = []
@@ -182,7 +188,7 @@ class Ranks:
                 self._pipes.append(ours)
                 process = context.Process(
                     target=_serve,
-                    args=(theirs, rank, self._store.port, self._stack_file(rank)),
+                    args=(theirs, rank, self._store.port, self._stack_file(rank), self._channel_slots),
                     name=f"rank {rank}",
                     daemon=True,
                 )
@@ -248,13 +254,14 @@ class Ranks:
         return Path(self._stacks.name, f"rank{rank}.txt")
 
 
-def _serve(pipe: Connection, rank: int, port: int, stack_file: Path) -> None:
+def _serve(pipe: Connection, rank: int, port: int, stack_file: Path, channel_slots: int) -> None:
     """The life of one rank: report in, then answer calls until told to stop."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches every process; the test process decides
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(RANK=f"{rank}", LOCAL_RANK=f"{rank}")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     torch.set_num_threads(1)
+    stream.SLOTS = channel_slots
     gc.freeze()  # what is imported is no garbage: collections neither walk through it nor copy its pages
     # One connection for all calls: for each, torch asks the resolver for a name, and may wait for it for seconds.
     store = dist.TCPStore(HOST, port, is_master=False)

@@ -81,12 +81,12 @@ def subject_of(name: str) -> Subject:
 
 def train(name: str, layout: mw.Layout) -> LargestErrors:
     """The comparison with one process."""
+    serial, parallel = subject_of(name), subject_of(name)
+    before = {each: value.clone() for each, value in serial.model.state_dict().items()}
+    settings, key = (oracle.OPTIMIZERS["AdamW"], oracle.MAX_GRAD_NORM), ("unequal", name)
     with oracle.WiderCasts():
-        serial, parallel = subject_of(name), subject_of(name)
-        before = {each: value.clone() for each, value in serial.model.state_dict().items()}
-        settings, key = (oracle.OPTIMIZERS["AdamW"], oracle.MAX_GRAD_NORM), ("unequal", name)
         expected = oracle.reference(serial, *settings, key=key)
-        found, trainer = oracle.in_parallel(parallel, layout, *settings, oracle.sharing_capture(key))
+    found, trainer = oracle.in_parallel(parallel, layout, *settings, oracle.sharing_capture(key, widens=True))
     return oracle.compared(before, expected, found, trainer)
 
 

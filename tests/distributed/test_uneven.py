@@ -134,7 +134,7 @@ def train(name: str, batch: int, layout: mw.Layout) -> tuple[oracle.LargestError
     settings, key = (oracle.OPTIMIZERS["AdamW"], oracle.MAX_GRAD_NORM), ("uneven", name, batch)
     with oracle.WiderCasts():
         expected = oracle.reference(serial, *settings, key=key)
-        found, trainer = oracle.in_parallel(parallel, layout, *settings, oracle.sharing_capture(key))
+    found, trainer = oracle.in_parallel(parallel, layout, *settings, oracle.sharing_capture(key, widens=True))
     return oracle.compared(before, expected, found, trainer), cuts(trainer)
 
 

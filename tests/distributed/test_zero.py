@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,15 +88,16 @@ every stage is in ``test_optimizers.py``."""
 def compare(case: Case) -> tuple[list[float], LargestErrors | None, int]:
     """The losses that this rank saw; on rank 0 also the comparison with one process."""
     settings = OPTIMIZERS[case.optimizer], oracle.CLIPPING[case.clipping]
-    with oracle.WiderCasts() if case.model.startswith("HF") else nullcontext():
-        parallelize = oracle.sharing_capture(("pipelines", case.model))
-        subject = pipelines.subject_of(case.model, "ragged")
-        found, trainer = oracle.in_parallel(subject, case.layout, *settings, parallelize)
-        losses = [float(one) for one in found.losses]
-        if trainer.rank != 0:
-            return losses, None, 0
-        serial = pipelines.subject_of(case.model, "ragged")
-        before = {name: value.clone() for name, value in serial.model.state_dict().items()}
+    widens = case.model.startswith("HF")
+    parallelize = oracle.sharing_capture(("pipelines", case.model), widens=widens)
+    subject = pipelines.subject_of(case.model, "ragged")
+    found, trainer = oracle.in_parallel(subject, case.layout, *settings, parallelize)
+    losses = [float(one) for one in found.losses]
+    if trainer.rank != 0:
+        return losses, None, 0
+    serial = pipelines.subject_of(case.model, "ragged")
+    before = {name: value.clone() for name, value in serial.model.state_dict().items()}
+    with oracle.widening(widens):
         if case.model == "ResNet" and case.layout.microbatches > 1:
             expected = pipelines.in_microbatches(serial, *settings, case.layout)
         else:

@@ -55,17 +55,18 @@ def planned(graph: Graph, layout: mw.Layout, share: float) -> tuple[bytes, set[i
 def compare(name: str) -> tuple[set[int], oracle.LargestErrors | None]:
     """The ZeRO stages in the plan, and on rank 0 the comparison with one process."""
     (layout, share), settings = CASES[name], (oracle.OPTIMIZERS["AdamW"], oracle.CLIPPING["clipped"])
+    subject, key = subject_of(layout), ("zero by parameter", layout.ep)
+    graph = oracle.captured(key, subject, widens=True).graph
+    text, stages = from_rank_0(lambda: planned(graph, layout, share))
+    plan = decode(text, mw.Plan, where="plan of rank 0")
+    found, trainer = oracle.in_parallel(subject, plan, *settings, oracle.sharing_capture(key, widens=True))
+    if trainer.rank != 0:
+        return stages, None
+    serial = subject_of(layout)
+    before: dict[str, Any] = {key: value.clone() for key, value in serial.model.state_dict().items()}
     with oracle.WiderCasts():
-        subject, key = subject_of(layout), ("zero by parameter", layout.ep)
-        graph = oracle.captured(key, subject).graph
-        text, stages = from_rank_0(lambda: planned(graph, layout, share))
-        plan = decode(text, mw.Plan, where="plan of rank 0")
-        found, trainer = oracle.in_parallel(subject, plan, *settings, oracle.sharing_capture(key))
-        if trainer.rank != 0:
-            return stages, None
-        serial = subject_of(layout)
-        before: dict[str, Any] = {key: value.clone() for key, value in serial.model.state_dict().items()}
-        return stages, oracle.compared(before, oracle.in_one_process(serial, *settings), found, trainer)
+        expected = oracle.in_one_process(serial, *settings)
+    return stages, oracle.compared(before, expected, found, trainer)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -119,11 +119,11 @@ def one_thread() -> Iterator[None]:
 
 
 def alone() -> Iterator[object]:
-    """Pages that run in one process. Pages for users who write their own programs run on two ranks, too, where they
-    must print the same."""
+    """Pages that run in one process. Pages that run on two ranks, too, must print the same there, and more; the first
+    pages that a user reads run both ways."""
     for page in pages_with("python"):
         if page not in NOT_ALONE:
-            repeated = page in SHARING and page != "docs/quickstart.md"
+            repeated = page in ON_TWO_RANKS and page not in ("README.md", "docs/quickstart.md")
             yield pytest.param(page, marks=pytest.mark.product if repeated else ())
 
 

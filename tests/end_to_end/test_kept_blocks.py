@@ -25,13 +25,13 @@ from tests.end_to_end.test_partition import plan_of, run_alone
 
 pytestmark = pytest.mark.usefixtures("without_workers")
 
-LAYERS = 6
+LAYERS, FEW = 6, 4
 CLUSTER, FOUR = (load_cluster("h100-box4-ndr400x1", count, "meshwright") for count in (2, 4))
 
 
 @cache
-def model() -> Graph:
-    config = GPTConfig(layers=LAYERS, width=512, heads=8, vocabulary=512, sequence_length=512)
+def model(layers: int = LAYERS) -> Graph:
+    config = GPTConfig(layers=layers, width=512, heads=8, vocabulary=512, sequence_length=512)
     with torch.device("meta"):
         tokens = torch.zeros(16, config.sequence_length, dtype=torch.int64)
         batch = {"tokens": tokens, "targets": tokens}
@@ -39,44 +39,48 @@ def model() -> Graph:
 
 
 @cache
-def lowering() -> PlanLowering:
-    return PlanLowering(model())
+def lowering(layers: int = LAYERS) -> PlanLowering:
+    return PlanLowering(model(layers))
 
 
 FORETOLD: dict[tuple[bytes, int], Foretold] = {}
 
 
-def simulated(plan: mw.Plan, cluster: mw.Cluster = CLUSTER) -> Foretold:
+def simulated(plan: mw.Plan, cluster: mw.Cluster = CLUSTER, layers: int = LAYERS) -> Foretold:
     """Each limit of memory leads to some of the same plans."""
     key = encode_json(plan), cluster.num_devices
     if key not in FORETOLD:
-        FORETOLD[key] = foretell(lowering(), plan, cluster)
+        FORETOLD[key] = foretell(lowering(layers), plan, cluster)
     return FORETOLD[key]
 
 
-def keeping(plan: mw.Plan, numbers: tuple[int, ...]) -> mw.Plan:
+def keeping(plan: mw.Plan, numbers: tuple[int, ...], layers: int = LAYERS) -> mw.Plan:
     """The plan in which each stage computes all but its last ``numbers`` blocks again."""
     stages = tuple(
         msgspec.structs.replace(stage, recompute=names[: len(names) - number])
-        for stage, names, number in zip(plan.stages, recomputed_units(plan, model()), numbers, strict=True)
+        for stage, names, number in zip(plan.stages, recomputed_units(plan, model(layers)), numbers, strict=True)
     )
     return msgspec.structs.replace(plan, stages=stages)
 
 
 @pytest.mark.parametrize("kind", ["selective", "full"])
 def test_as_many_blocks_are_kept_as_fit(kind: str) -> None:
-    layout = mw.Layout(dp=2, recompute=kind)  # type: ignore[arg-type]
-    plan = mw.plan(model(), CLUSTER, devices=2, layout=layout)
-    before = simulated(plan)
-    (names,) = recomputed_units(plan, model())
-    assert len(names) == LAYERS
-    peaks = [simulated(keeping(plan, (number,))).peak.peak_bytes for number in range(LAYERS + 1)]
+    layout, graph = mw.Layout(dp=2, recompute=kind), model(FEW)  # type: ignore[arg-type]
+    plan = mw.plan(graph, CLUSTER, devices=2, layout=layout)
+
+    def weigh(plan: mw.Plan) -> Foretold:
+        return simulated(plan, layers=FEW)
+
+    before = weigh(plan)
+    (names,) = recomputed_units(plan, graph)
+    assert len(names) == FEW
+    peaks = [weigh(keeping(plan, (number,), FEW)).peak.peak_bytes for number in range(FEW + 1)]
     assert peaks == sorted(peaks)
     assert peaks[0] < peaks[-1]
     for limit in {peak + 1.0 for peak in peaks}:
-        kept, foretold = keep_what_fits(plan, before, model(), limit, simulated)
+        kept, foretold = keep_what_fits(plan, before, graph, limit, weigh)
         number = max(number for number, peak in enumerate(peaks) if peak <= limit)
-        assert recomputed_units(kept, model()) == [names[: LAYERS - number]]
+        assert recomputed_units(kept, graph) == [names[: FEW - number]]
         assert foretold.peak.peak_bytes <= limit
         assert (foretold.played.step_s < before.played.step_s) == (number > 0)
 

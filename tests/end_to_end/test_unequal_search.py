@@ -65,11 +65,12 @@ def scaled(device: Device, factor: float) -> Device:
     )
 
 
-def boxes(*devices: Device, links: Level = NETWORK, box: Level = BOX) -> Cluster:
-    members = tuple(LevelMembers(count=1, device=device, levels=(box,)) for device in devices)
+def boxes(*devices: Device, links: Level = NETWORK, box: Level | None = BOX) -> Cluster:
+    """Boxes of equal devices each; without ``box``, single devices."""
+    members = tuple(LevelMembers(count=1, device=device, levels=(box,) if box else ()) for device in devices)
     network = msgspec.structs.replace(links, fan_out=len(devices), members=members)
     return Cluster(
-        name="boxes", num_devices=box.fan_out * len(devices), device=devices[0], levels=(network,),
+        name="boxes", num_devices=(box.fan_out if box else 1) * len(devices), device=devices[0], levels=(network,),
         software=load_software("meshwright"),
     )  # fmt: skip
 
@@ -243,32 +244,37 @@ def layers_of(plan: mw.Plan, graph: Graph, ranks: range) -> int:
 
 
 @cache
-def at_half_speed() -> mw.Plan:
+def at_half_speed(box: Level | None) -> mw.Plan:
     """The plan for the same number of devices, all at the speed of the slowest."""
     slow = scaled(FAST, 0.5)
-    return mw.plan(large(), boxes(slow, slow, box=PAIR), devices=4)
+    cluster = boxes(slow, slow, box=box)
+    return mw.plan(large(), cluster, devices=cluster.num_devices)
 
 
 @pytest.mark.parametrize("slow_first", [False, pytest.param(True, marks=pytest.mark.product)])
-def test_the_search_gives_the_faster_box_more_layers(slow_first: bool) -> None:
+@pytest.mark.parametrize("box", [None, pytest.param(PAIR, marks=pytest.mark.product)], ids=["single", "pairs"])
+def test_the_search_gives_the_faster_box_more_layers(box: Level | None, slow_first: bool) -> None:
     graph = large()
     devices = [FAST, scaled(FAST, 0.5)]
-    cluster = boxes(*(reversed(devices) if slow_first else devices), box=PAIR)
-    plan = mw.plan(graph, cluster, devices=4)
+    cluster = boxes(*(reversed(devices) if slow_first else devices), box=box)
+    each = cluster.num_devices // 2
+    plan = mw.plan(graph, cluster, devices=2 * each)
     lower = PlanLowering(graph)
     assert plan.prediction is not None
     assert foretell(lower, plan, cluster).prediction.step_s == pytest.approx(plan.prediction.step_s, rel=1e-9)
-    fast, slow = (range(2, 4), range(2)) if slow_first else (range(2), range(2, 4))
+    fast, slow = (range(each, 2 * each), range(each)) if slow_first else (range(each), range(each, 2 * each))
     assert layers_of(plan, graph, fast) > layers_of(plan, graph, slow) > 0
-    uniform = at_half_speed().prediction
+    uniform = at_half_speed(box).prediction
     assert uniform is not None
     assert plan.prediction.step_s < 0.9 * uniform.step_s
 
 
-def test_a_search_on_equal_boxes_that_are_given_as_members_finds_what_it_finds_without() -> None:
-    graph = gpt(6)
-    plain = Cluster(name="plain", num_devices=4, device=FAST, levels=(PAIR, NETWORK))
-    said, found = (mw.plan(graph, cluster, devices=4) for cluster in (boxes(FAST, FAST, box=PAIR), plain))
+@pytest.mark.parametrize("box", [None, pytest.param(PAIR, marks=pytest.mark.product)], ids=["single", "pairs"])
+def test_a_search_on_equal_boxes_that_are_given_as_members_finds_what_it_finds_without(box: Level | None) -> None:
+    graph, members = gpt(6), boxes(FAST, FAST, box=box)
+    levels = (box, NETWORK) if box else (NETWORK,)
+    plain = Cluster(name="plain", num_devices=members.num_devices, device=FAST, levels=levels)
+    said, found = (mw.plan(graph, cluster, devices=cluster.num_devices) for cluster in (members, plain))
     assert said.prediction is not None
     assert found.prediction is not None
     assert said.prediction.step_s <= found.prediction.step_s * 1.03  # cuts are searched before phases become graphs
@@ -278,11 +284,12 @@ def test_equal_stages_are_cut_for_the_devices_where_they_lie() -> None:
     """The search estimates as if both boxes were slow. Cut anew, plans of the whole model take less time, also under
     schedules with two chunks for each rank, and as long as is estimated."""
     graph, clock = gpt(width=512), TimeLimit(None, lambda what: None)
+    cluster = boxes(FAST, scaled(FAST, 0.5), box=PAIR)
     space = Space(schedules=("1f1b", "zb-v"), holds=lambda shape: shape.pp == 2 and shape.tp == 1)
-    search = Search(graph, 8, SLOW_BOX, PlanLowering, ADAMW, False, math.inf, "both", False, clock, space=space)
+    search = Search(graph, 4, cluster, PlanLowering, ADAMW, False, math.inf, "both", False, clock, space=space)
     search.run()
     before = {option.name: option for option in search.found}
-    unlike = UnlikeStages(SLOW_BOX, 8, search.lighter, search.of_chain, search.most_tp, "both", None, clock)
+    unlike = UnlikeStages(cluster, 4, search.lighter, search.of_chain, search.most_tp, "both", None, clock)
     fastest = sorted(search.found, key=lambda option: option.step_s)
     ratios: dict[str, list[float]] = {"1f1b": [], "zb-v": []}
     for option in unlike._cut_for_devices(fastest):

@@ -182,18 +182,32 @@ def plan(
             plan_cache.keep(request, planned)
         return with_region_notes(planned, graph, known, PlanLowering(graph, rules), optimizer, clips)
     check_searched(layout, codec=codec, float8=float8)
+    return plan_by_layout(
+        graph, layout, known, PlanLowering(graph, rules), devices=devices, memory_bytes=memory_bytes,
+        optimizer=optimizer, clips=clips,
+    )  # fmt: skip
+
+
+def plan_by_layout(
+    graph: Graph,
+    layout: Layout,
+    cluster: Cluster,
+    lower: PlanLowering,
+    *,
+    devices: int | None = None,
+    memory_bytes: float | None = None,
+    optimizer: OptimizerCost = ADAMW,
+    clips: bool = False,
+) -> Plan:
+    """The plan for ``layout``: what ``plan`` returns if a layout is given, with the same errors. Plans of one graph may
+    share ``lower``, which keeps the programs of operators: most of the time of a plan in which operators are split."""
     refuse(LayoutError, layout.contradictions())
     layout, world_size = of_replica(
-        layout, devices or (num_ranks(layout) if layout.num_ranks > 0 else known.num_devices)
+        layout, devices or (num_ranks(layout) if layout.num_ranks > 0 else cluster.num_devices)
     )
-    lower = PlanLowering(graph, rules)
-    planned = plan_layout(
-        graph, layout, world_size=world_size, cluster=known,
-        ask=Ask(
-            optimizer=optimizer, room_bytes=memory_bytes, lower=lower, times=times_of(known, world_size)
-        ),
-    )  # fmt: skip
-    return with_region_notes(planned, graph, known, lower, optimizer, clips)
+    ask = Ask(optimizer=optimizer, room_bytes=memory_bytes, lower=lower, times=times_of(cluster, world_size))
+    planned = plan_layout(graph, layout, world_size=world_size, cluster=cluster, ask=ask)
+    return with_region_notes(planned, graph, cluster, lower, optimizer, clips)
 
 
 def check_searched(plan: object, **options: str) -> None:

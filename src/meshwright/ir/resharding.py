@@ -15,7 +15,7 @@ Neighbouring axes with equal placements may move as one joined axis (``dp+tp``),
 
 import heapq
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import ceil, log2, prod
 from typing import Literal, NamedTuple
@@ -61,7 +61,7 @@ class ReshardingMove(msgspec.Struct, frozen=True):
     target: Shard | None = None
 
 
-class Mover(msgspec.Struct, frozen=True):
+class Mover(msgspec.Struct, frozen=True, dict=True):
     """Finds moves on a mesh.
 
     ``sizes`` maps each axis with more than one rank to its size, outermost first. ``links`` maps axes, and joined axes
@@ -78,11 +78,17 @@ class Mover(msgspec.Struct, frozen=True):
         Among paths with equal times, the path with the fewest moves is taken. Among paths with equal numbers of moves,
         the order of the kinds of moves decides: reductions, then all-to-alls, gathers and slices. Then the order of the
         axes decides: inner axes first for gathers, else outer axes first."""
+        sizes, names, links = self._axes
+        start, end = (_state(placements, names) for placements in (have, want))
+        return _cheapest(start, end, sizes, links, shape, item_bytes) if start != end else ()
+
+    @cached_property
+    def _axes(self) -> tuple[tuple[tuple[str, int], ...], list[str], tuple[tuple[str, AxisLink], ...]]:
+        """The sizes and names of axes that are not joined, and the links of these axes and of what they join."""
         sizes = tuple((axis, size) for axis, size in self.sizes.items() if len(members(axis)) == 1)
         names = [axis for axis, _ in sizes]
         links = tuple((name, link) for name, link in self.links.items() if set(names).issuperset(members(name)))
-        start, end = (_state(placements, names) for placements in (have, want))
-        return _cheapest(start, end, sizes, links, shape, item_bytes) if start != end else ()
+        return sizes, names, links
 
 
 _State = tuple[Placement | None, ...]

@@ -31,6 +31,7 @@ class Prices:
         gradients = {entry.gradient for entry in graph.gradients if entry.gradient is not None}
         self.bucket_bytes = min(costs.bucket_bytes, sum(graph.tensors[name].num_bytes for name in gradients))
         self._known: dict[object, float] = {}
+        self._part_bytes: dict[object, int] = {}
         self._batch = {name for name, factor_class in graph.factor_classes.items() if factor_class.role == "batch"}
 
     def operator_s(self, operator: Operator, strategy: Strategy) -> float:
@@ -114,7 +115,8 @@ class Prices:
             if move.kind == "slice":
                 continue
             before, after = (
-                part_bytes(tensor, placements, self.sizes) // parts for placements in (move.before, move.after)
+                self._bytes_of_part(tensor, move.before) // parts,
+                self._bytes_of_part(tensor, move.after) // parts,
             )
             largest = max(before, after)
             shares = (gradient and move.kind == "all_reduce") or isinstance(move.placement, Flat)
@@ -136,3 +138,10 @@ class Prices:
     def update_s(self, tensor: Tensor, placements: Placements, optimizer: OptimizerCost) -> float:
         """The seconds of the update of a parameter by the optimizer."""
         return self.costs.update_s(part_bytes(tensor, placements, self.sizes), optimizer)
+
+    def _bytes_of_part(self, tensor: Tensor, placements: Placements) -> int:
+        """The bytes of the largest part of a tensor (``part_bytes``), computed once for equal tensors."""
+        key = (tensor.shape, tensor.dtype, *placements.items())
+        if key not in self._part_bytes:
+            self._part_bytes[key] = part_bytes(tensor, placements, self.sizes)
+        return self._part_bytes[key]
