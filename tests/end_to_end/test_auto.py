@@ -169,7 +169,7 @@ def test_ranks_share_by_zero_where_the_update_takes_long(optimizer: OptimizerCos
     )
     search.run()
     assert search.best().layout.zero == zero
-    plain = [option for option in search.found if option.layout.microbatches == 1]
+    plain = [option for option in search.options if option.layout.microbatches == 1]
     estimated: dict[int, float] = {option.layout.zero: option.step_s for option in plain}
     simulated: dict[int, float] = {
         stage: foretell(
@@ -195,7 +195,7 @@ def test_every_variation_is_considered_if_nothing_else_fits(monkeypatch: pytest.
         gpt(), 4, FOUR, PlanLowering, ADAMW, False, math.inf, "both", False, clock, space=space
     )
     search.run()
-    assert search.found
+    assert search.options
     assert search.best().layout.cp == 2
     assert search.weighed == search.count
 
@@ -213,11 +213,11 @@ def test_experts_over_ranks_are_weighed_whatever_the_fastest_plain_layouts_are(m
     every = list(candidates.variations(graph.batch_size, 4, search.axes))
     bounds = {shape.ep: search.pipelines.bound_s(shape) for shape in every if shape.pp == shape.tp == shape.cp == 1}
     assert bounds.keys() == {2, 4}
-    assert any(option.layout.is_plain for option in search.found)
+    assert any(option.layout.is_plain for option in search.options)
     assert {text for text in search._seen if "ep" in text} == {"dp4 x ep2", "dp4 x ep4"}
-    least = min(option.step_s for option in search.found)
+    least = min(option.step_s for option in search.options)
     for ep, bound_s in bounds.items():  # estimated, or excluded by its own bound
-        assert bound_s > least or any(option.layout.ep == ep for option in search.found)
+        assert bound_s > least or any(option.layout.ep == ep for option in search.options)
 
 
 def test_ranks_with_different_experts_share_the_update_of_everything_else() -> None:
@@ -229,9 +229,9 @@ def test_ranks_with_different_experts_share_the_update_of_everything_else() -> N
         space=space,
     )  # fmt: skip
     search.run()
-    steps = {option.layout.zero: option.step_s for option in search.found if option.layout.microbatches == 1}
+    steps = {option.layout.zero: option.step_s for option in search.options if option.layout.microbatches == 1}
     assert steps.keys() == {0, 1}
-    plain = next(option for option in search.found if not option.layout.zero)
+    plain = next(option for option in search.options if not option.layout.zero)
     (divided,) = search.lighter._divided(plain)
     assert 0 < divided < 3 / 4
     assert steps[1] / steps[0] == pytest.approx(1 - divided, rel=0.05)

@@ -288,9 +288,9 @@ def test_equal_stages_are_cut_for_the_devices_where_they_lie() -> None:
     space = Space(schedules=("1f1b", "zb-v"), holds=lambda shape: shape.pp == 2 and shape.tp == 1)
     search = Search(graph, 4, cluster, PlanLowering, ADAMW, False, math.inf, "both", False, clock, space=space)
     search.run()
-    before = {option.name: option for option in search.found}
+    before = {option.name: option for option in search.options}
     unlike = UnlikeStages(cluster, 4, search.lighter, search.of_chain, search.most_tp, "both", None, clock)
-    fastest = sorted(search.found, key=lambda option: option.step_s)
+    fastest = sorted(search.options, key=lambda option: option.step_s)
     ratios: dict[str, list[float]] = {"1f1b": [], "zb-v": []}
     for option in unlike._cut_for_devices(fastest):
         old = before.get(option.name)

@@ -11,11 +11,6 @@ import meshwright
 SOURCES = Path(meshwright.__file__).parent
 REFUSED = {"came", "found", "got", "made", "mine", "one", "said", "told"}
 """Words that say how a value came about, or whose it is, but not what it is."""
-UNNAMED = (
-    "planner/inter_op/layer_work.py", "planner/inter_op/pipelines.py", "planner/inter_op/unequal.py",
-    "planner/layout_search.py",
-)  # fmt: skip
-"""Modules that still have such names. A module that has none is removed from here."""
 STORED = {("ir/result.py", "found"), ("models/googlenet.py", "one")}
 """Keys of result files, and names of parameters in checkpoints: they stay."""
 TWO_SIDES = {
@@ -75,16 +70,10 @@ def test_variables_are_named_after_what_they_hold(modules: dict[str, ast.Module]
     refused = {
         (module, line, name)
         for module, tree in modules.items()
-        if module not in UNNAMED
         for line, name in refused_names(tree)
         if (module, name) not in STORED
     }
     assert not refused
-
-
-@pytest.mark.parametrize("module", UNNAMED)
-def test_modules_that_may_have_refused_names_have_some(modules: dict[str, ast.Module], module: str) -> None:
-    assert refused_names(modules[module])
 
 
 def test_each_idea_has_a_class_name_of_its_own(modules: dict[str, ast.Module]) -> None:

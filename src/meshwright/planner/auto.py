@@ -88,7 +88,7 @@ def plan_auto(
         search.run()
         if search.stopped and guess is not None:
             _consider(search, guess)
-        if not search.found and search.stopped:
+        if not search.options and search.stopped:
             raise LayoutError(
                 f"no layout that fits was found in {clock.spent}: {search.weighed} of {search.count} were considered",
                 where="seconds",
@@ -105,4 +105,4 @@ def _consider(search: Search, layout: Layout) -> None:
     with suppress(*REFUSALS):
         option = search.pipelines.option(msgspec.structs.replace(layout, recompute="none"), (layout.recompute,))
         if search.lighter.fits(option):
-            search.found.append(option)
+            search.options.append(option)

@@ -65,7 +65,7 @@ FILLED = 4
 class Search:
     """The search for the fastest layout.
 
-    ``found`` has the estimated layouts that fit. ``too_large`` maps the name of a layout that does not fit to its
+    ``options`` has the estimated layouts that fit. ``too_large`` maps the name of a layout that does not fit to its
     option and its smallest variant. ``count`` is the number of layouts in the space. ``weighed`` of them were
     estimated, or excluded by a lower bound. ``stopped``: the time limit ended the search. ``limit`` is the memory limit
     of every rank, and ``memory_bytes`` the limit that the user requested.
@@ -92,7 +92,7 @@ class Search:
     float8: Float8Scaling = ""
     space: Space = EVERYTHING
     before: tuple[WholeModel, LayerPrices] | None = None
-    found: list[Option] = field(default_factory=list)
+    options: list[Option] = field(default_factory=list)
     too_large: dict[str, tuple[Option, Option]] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
     weighed: int = 0
@@ -141,7 +141,7 @@ class Search:
             if len(every) > EVERY_VARIATION:
                 self._push_every(self._nearest(every))
             self._climb(every if len(every) > EVERY_VARIATION else [])
-            if not self.found:
+            if not self.options:
                 self._push_every(every)
                 self._climb([])
         except TimeIsOverError:
@@ -177,9 +177,9 @@ class Search:
         self.clock.check()
         every = self.space.runs(shape, self.batch)
         for layout in every if shape.pp > 1 else every[:1]:
-            if layout == shape and not self.found and (self.clock.seconds is not None or not self._queue):
+            if layout == shape and not self.options and (self.clock.seconds is not None or not self._queue):
                 self._weigh(layout)
-                if not self.found and self.clock.seconds is not None:
+                if not self.options and self.clock.seconds is not None:
                     self._lighten_first()
             else:
                 self._bound(layout)
@@ -244,9 +244,9 @@ class Search:
     def _decided(self) -> bool:
         """Whether all other layouts are slower than the fastest by more than ``ALIKE``. If a model's layers are all
         priced separately, ``PLAYED`` layouts are always compared."""
-        if self.whole or not self.found:
+        if self.whole or not self.options:
             return False
-        return self._queue.least_s > (1 + ALIKE) * min(option.likely_s for option in self.found)
+        return self._queue.least_s > (1 + ALIKE) * min(option.likely_s for option in self.options)
 
     def _nearest(self, every: list[Layout]) -> list[Layout]:
         """The ``AKIN`` layouts with the smallest lower bounds among those with expert parallelism and without tp. They
@@ -350,28 +350,28 @@ class Search:
 
     def _lighten_first(self) -> None:
         """Estimate the variants of a layout that does not fit before their turn."""
-        while not self.found and (sketch := self._queue.pop_sketch()) is not None:
+        while not self.options and (sketch := self._queue.pop_sketch()) is not None:
             self._lighten(sketch)
 
     def _keep(self, option: Option) -> None:
-        self.found.append(option)
+        self.options.append(option)
         self.clock.note_layout(option.name, option.likely_s, option.peak_bytes)
         self._queue.put(option.likely_s, option)
 
     def _cut_anew(self, option: Option) -> None:
         """Return an option to the queue with the best cut that was found."""
         better = recut(option, self.pipelines)
-        self.found = [better if each is option else each for each in self.found]
+        self.options = [better if each is option else each for each in self.options]
         self._queue.put_cut(better)
 
     # --- the result --------------------------------------------------------------------------------------------------
 
     def best(self) -> Plan:
         """The plan of the best layout, with the next-best layouts."""
-        if not self.found:
+        if not self.options:
             smallest = sorted((each for _, each in self.too_large.values()), key=lambda option: option.peak_bytes)
-            self.found = self.model.fitting_or_error(smallest[:PLAYED], self.refused)
-        fitting = sorted(self.found, key=lambda option: (option.likely_s, complexity(option.layout)))
+            self.options = self.model.fitting_or_error(smallest[:PLAYED], self.refused)
+        fitting = sorted(self.options, key=lambda option: (option.likely_s, complexity(option.layout)))
         if self.space.unlike:
             fitting = UnlikeStages(
                 self.cluster, self.world_size, self.lighter, self.of_chain, self.most_tp, self.only, self.memory_bytes,

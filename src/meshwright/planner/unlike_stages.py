@@ -55,10 +55,10 @@ class UnlikeStages:
         Of options with equal layouts, the fastest is kept. Pipelines that were compared by simulation replace
         estimates."""
         cut = [] if self.cluster.homogeneous else self._cut_for_devices(fastest)
-        found = [*fastest, *self._uneven(fastest[:AKIN]), *cut, *self._unequal(fastest[:AKIN])]
-        found.sort(key=lambda option: option.likely_s)
-        simulated = self._best_first(found[0])
-        named = {option.name: option for option in [*reversed(found), *simulated]}
+        options = [*fastest, *self._uneven(fastest[:AKIN]), *cut, *self._unequal(fastest[:AKIN])]
+        options.sort(key=lambda option: option.likely_s)
+        simulated = self._best_first(options[0])
+        named = {option.name: option for option in [*reversed(options), *simulated]}
         return sorted(named.values(), key=lambda option: option.likely_s)
 
     @cached_property

@@ -93,7 +93,7 @@ class LayerPrices:
         single, key = self._single(layout)
         if key not in self._known:
             try:
-                self._known[key] = self._with_codecs(self._found(single, key))
+                self._known[key] = self._with_codecs(self._of_family(single, key))
             except (LayoutError, PlanError) as error:
                 self._known[key] = error
         works = self._known[key]
@@ -214,7 +214,7 @@ class LayerPrices:
         dp, microbatches = (parts, 1) if single.dp > single.ep else (single.ep, parts // single.ep)
         return msgspec.structs.replace(single, dp=dp, microbatches=microbatches, zero=0, recompute="none")
 
-    def _found(self, single: Layout, key: bytes) -> LayerWorks:
+    def _of_family(self, single: Layout, key: bytes) -> LayerWorks:
         if not _shares_price(single):
             return self._priced(single, key)
         parts, known = single.dp * single.microbatches, self._families.setdefault(self._kin(single, key), {})

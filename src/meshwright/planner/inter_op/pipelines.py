@@ -141,7 +141,7 @@ class Pipelines:
     def without_recomputation(self, option: Option) -> Option:
         """The option with the same stages, of which none recomputes, whether it fits in memory or not."""
         layout, stages = msgspec.structs.replace(option.layout, recompute="none"), self.chain.stages_of(option.firsts)
-        return self._made(layout, stages, [("none", self.prices.of(layout))] * len(stages))
+        return self._option(layout, stages, [("none", self.prices.of(layout))] * len(stages))
 
     def _of_kinds(self, layout: Layout, kinds: Sequence[Recompute]) -> dict[Recompute, LayerWorks]:
         works = self.prices.each([msgspec.structs.replace(layout, recompute=kind) for kind in kinds])
@@ -176,7 +176,7 @@ class Pipelines:
         kinds, num_stages = tuple(variants), layout.pp * layout.chunks
         if num_stages == 1:
             stages = [range(len(self.chain.layers))]
-            options = [self._made(layout, stages, [(kind, variants[kind])]) for kind in kinds]
+            options = [self._option(layout, stages, [(kind, variants[kind])]) for kind in kinds]
             fitting = [option for option in options if option.peak_bytes <= self.limit_bytes]
             return min(fitting, key=lambda option: option.step_s) if fitting else options[-1]
         assigned = self._assigned(layout, list(variants.values()), self.limit_bytes)
@@ -184,16 +184,16 @@ class Pipelines:
             last = kinds[-1]
             fastest = self._assigned(layout, [variants[last]], inf)
             assert fastest is not None, "layers can always be cut where memory does not matter"
-            return self._made(layout, _ranges(fastest), [(last, variants[last])] * num_stages)
+            return self._option(layout, _ranges(fastest), [(last, variants[last])] * num_stages)
         chosen = [(kinds[stage.variant], variants[kinds[stage.variant]]) for stage in assigned]
         if layout.chunks > 1:  # the dynamic program minimizes the slowest stage, not the rank with the most work
             ranks = [layout.pipeline.rank_of(stage) for stage in range(num_stages)]
             busy_of = {works: self.busy_s(layout, works) for works in {works for _, works in chosen}}
             busy = [busy_of[works] for _, works in chosen]
-            option = self._made(layout, balanced([stage.first for stage in assigned], ranks, busy), chosen)
+            option = self._option(layout, balanced([stage.first for stage in assigned], ranks, busy), chosen)
             if option.peak_bytes <= self.limit_bytes:
                 return option
-        return self._made(layout, _ranges(assigned), chosen)
+        return self._option(layout, _ranges(assigned), chosen)
 
     def uneven(self, option: Option, others: Mapping[tuple[int, int], LayerWorks]) -> Option | None:
         """The option in which each stage has its fastest sizes of dp and tp. ``others`` maps sizes of dp and tp to the
@@ -205,7 +205,7 @@ class Pipelines:
             return None
         chosen = [sizes[stage.variant] for stage in assigned]
         own = msgspec.structs.replace(layout, stage_sizes=tuple({"dp": dp, "tp": tp} for dp, tp in chosen))
-        better = self._made(own, _ranges(assigned), [(self.kinds[0], others[each]) for each in chosen])
+        better = self._option(own, _ranges(assigned), [(self.kinds[0], others[each]) for each in chosen])
         return better if better.step_s * (1 + ALIKE) < self._simulated_s(option.layout, option.work) else None
 
     def _simulated_s(self, layout: Layout, work: StepWork) -> float:
@@ -356,7 +356,7 @@ class Pipelines:
             most[first, first:] = np.where(room < 0, -1, after)
         return most
 
-    def _made(
+    def _option(
         self, layout: Layout, stages: Sequence[Sequence[int]], chosen: Sequence[tuple[Recompute, LayerWorks]]
     ) -> Option:
         kinds = tuple(kind for kind, _ in chosen)

@@ -197,10 +197,11 @@ def with_transfers(work: StepWork, fabric: Fabric, up_bytes: Sequence[int], down
             (number, number + 1, up_bytes[number], "sent_up_bytes", "F"),
             (number + 1, number, down_bytes[number + 1], "sent_down_bytes", "BI"),
         ):
-            _, found = cheapest(fabric, source, target, [_batch(fabric.mesh, source, target, size)])
-            stages[source] = msgspec.structs.replace(stages[source], **{sent: found.sent_bytes})
+            _, crossing = cheapest(fabric, source, target, [_batch(fabric.mesh, source, target, size)])
+            stages[source] = msgspec.structs.replace(stages[source], **{sent: crossing.sent_bytes})
             pieces = {
-                kind: (*found.gathers, *each) if kind in kinds else each for kind, each in stages[target].pieces.items()
+                kind: (*crossing.gathers, *each) if kind in kinds else each
+                for kind, each in stages[target].pieces.items()
             }
             stages[target] = msgspec.structs.replace(stages[target], pieces=pieces)
     return msgspec.structs.replace(work, stages=tuple(stages))

@@ -79,13 +79,13 @@ class UnequalStages:
             for schedule in self.schedules:
                 if candidate.microbatches < least_microbatches(schedule, len(candidate.assignment.stages)):
                     continue
-                option = self._made(candidate, schedule, candidate.zero)
+                option = self._option(candidate, schedule, candidate.zero)
                 if option is None:
                     continue
                 yield option
                 saves = not option.layout.zero and self._saved_s(option) > ALIKE * option.step_s
                 for zero in [zero for zero in self.zeros if zero][: int(saves)]:
-                    if (divided := self._made(candidate, schedule, zero)) is not None:
+                    if (divided := self._option(candidate, schedule, zero)) is not None:
                         yield divided
 
     def _fastest(self, microbatches: int) -> _Candidate | None:
@@ -151,7 +151,7 @@ class UnequalStages:
 
     # --- options -----------------------------------------------------------------------------------------------------
 
-    def _made(self, candidate: _Candidate, schedule: ScheduleName, zero: ZeroStage) -> Option | None:
+    def _option(self, candidate: _Candidate, schedule: ScheduleName, zero: ZeroStage) -> Option | None:
         """The option with the candidate's stages; None if it turns out to be impossible, or not to fit in memory."""
         stages = candidate.assignment.stages
         chosen = [candidate.variants[stage.submesh][stage.variant] for stage in stages]
