@@ -28,7 +28,7 @@ test: lint ## everything that CI checks: lint, then the tests of every pair of c
 	@$(PYTEST) -m "not product and not clusters"
 
 durations: $(STAMP) ## the tests of `make test`; write what their files take into docs/decisions/0039
-	@$(PYTEST) -m "not product and not clusters" --write-times docs/decisions/0039-what-the-suite-takes.md
+	@$(PYTEST) -m "not product and not clusters" --write-times=docs/decisions/0039-what-the-suite-takes.md
 
 check: lint ## the loop of a developer: lint, the tests without ranks, and a few with two ranks
 	@echo "==> pytest, a part"
