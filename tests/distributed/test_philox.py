@@ -94,7 +94,7 @@ def test_a_part_has_the_numbers_of_the_whole(part: Any, name: str, dtype: torch.
         -1,
     )
     like = torch.empty_like(expected)
-    with patch.multiple(philox, _TILE=tile, _DEVICE_TILE=tile):
+    with patch.multiple(philox, _TILE=tile, DRAWN_BLOCKS=tile):
         assert torch.equal(kernel(like, *parameters, KEY, SALT, *place), expected)
         with patch.object(philox, "_by_numpy", philox._by_pytorch):
             assert torch.equal(kernel(like, *parameters, KEY, SALT, *place), expected)
@@ -168,19 +168,23 @@ def test_numbers_in_half_precision_stay_below_one(dtype: torch.dtype) -> None:
 
 
 class Dropped(nn.Module):
-    """Dropout of features, of heads, of flattened tokens and inside of attention (causal and not), and noise."""
+    """Dropout of features, of heads, of flattened tokens and inside of attention (causal, with a window, with a mask),
+    and noise."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
         self.dropout = nn.Dropout(0.4)
 
     def forward(self, x: Tensor) -> Tensor:
-        for number, layer in enumerate(self.layers):
+        place = torch.arange(x.shape[1])
+        window = (place[None] <= place[:, None]) & (place[None] > place[:, None] - 3)
+        masks = [None, window, (place % 3 != 1)[None, None, None]]
+        for layer, mask in zip(self.layers, masks, strict=True):
             hidden = self.dropout(layer(x)).unflatten(-1, (4, 2)).transpose(1, 2)
             key, value = hidden[:, :2], self.dropout(hidden[:, 2:].tanh())
             hidden = F.scaled_dot_product_attention(
-                hidden, key, value, dropout_p=0.3, is_causal=number == 0, enable_gqa=True
+                hidden, key, value, mask, dropout_p=0.3, is_causal=mask is None, enable_gqa=True
             )
             x = x + hidden.transpose(1, 2).flatten(2)
             x = self.dropout(x.flatten(0, 1)).view(x.shape) + 0.1 * torch.randn_like(x)
@@ -200,28 +204,32 @@ LAYOUTS = [
 """Rings are balanced where attention is causal."""
 
 
-def subject(size: int) -> oracle.Subject:
+def subject(size: int, length: int) -> oracle.Subject:
     torch.manual_seed(3)
-    batches = [{name: torch.randn(size, 8, 8, dtype=torch.float64) for name in ("inputs", "target")} for _ in range(2)]
+    shape = size, length, 8
+    batches = [{name: torch.randn(shape, dtype=torch.float64) for name in ("inputs", "target")} for _ in range(2)]
     return oracle.Subject(Dropped().double(), squares, batches)
 
 
-def train(layout: mw.Layout, size: int = 8) -> tuple[list[float], dict[str, Tensor]]:
-    parallelize = oracle.sharing_capture(("dropped", size))
-    run, _ = oracle.in_parallel(subject(size), layout, oracle.OPTIMIZERS["SGD"], parallelize=parallelize)
+def train(layout: mw.Layout, size: int = 8, length: int = 8) -> tuple[list[float], dict[str, Tensor]]:
+    parallelize = oracle.sharing_capture(("dropped", size, length))
+    run, _ = oracle.in_parallel(subject(size, length), layout, oracle.OPTIMIZERS["SGD"], parallelize=parallelize)
     return [loss.item() for loss in run.losses], run.state
 
 
 def train_all() -> list[Any]:
-    return [*map(train, LAYOUTS), train(mw.Layout(dp=2), 7)]
+    odd_queries, odd_keys = (mw.Layout(tp=2, pin={"*": f"{letter}@tp"}) for letter in ("s", "s1"))
+    odd = [train(layout, 8, 7) for layout in (odd_queries, odd_keys)]
+    return [*map(train, LAYOUTS), *odd, train(mw.Layout(dp=2), 7)]
 
 
 def test_a_step_with_dropout_is_the_same_under_every_layout(ranks: Ranks) -> None:
-    """Also with micro-batches, recomputation, pipelines, and a batch that does not divide."""
-    expected = {size: train(mw.Layout(), size) for size in (7, 8)}
+    """Also with micro-batches, recomputation, pipelines, and a batch or a sequence that does not divide."""
+    expected = {sizes: train(mw.Layout(), *sizes) for sizes in ((8, 8), (8, 7), (7, 8))}
+    whose = [*[(8, 8)] * len(LAYOUTS), (8, 7), (8, 7), (7, 8)]
     for result in ranks(2, train_all):
-        for number, (losses, state) in enumerate(result):
-            serial_losses, serial_state = expected[7 if number == len(LAYOUTS) else 8]
+        for number, (sizes, (losses, state)) in enumerate(zip(whose, result, strict=True)):
+            serial_losses, serial_state = expected[sizes]
             assert losses == pytest.approx(serial_losses, rel=1e-12), number
             if state:
                 assert oracle.largest_error(state, serial_state) <= oracle.TOLERANCE

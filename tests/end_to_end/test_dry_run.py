@@ -25,7 +25,7 @@ from meshwright.errors import ClusterError, LaunchError, LayoutError
 from meshwright.ir import files
 from meshwright.ir.dry_run import DryRun
 from meshwright.lower.plans import PlanLowering
-from meshwright.models import MLP, classification_loss
+from meshwright.models import GPT, MLP, GPTConfig, classification_loss, language_model_loss
 from meshwright.runtime import dry_run, trainer
 from meshwright.runtime.clip import clip
 from meshwright.runtime.executor import Executor
@@ -141,6 +141,15 @@ def test_no_host_waits_for_random_numbers() -> None:
     subject = oracle.one_block(False, dropout=0.1)
     report = mw.dry_run(subject.model, subject.loss_fn, subject.batches[0], mw.Layout(dp=2, tp=2, recompute="full"))
     assert report.findings == ()
+
+
+@pytest.mark.parametrize("layout", [mw.Layout(dp=2), mw.Layout(tp=2, recompute="full")], ids=["dp2", "tp2"])
+def test_the_memory_in_which_random_numbers_are_drawn_is_predicted(layout: mw.Layout) -> None:
+    """The masks of attention are the most of it."""
+    config = GPTConfig(layers=1, width=64, heads=4, vocabulary=256, sequence_length=256, dropout=0.1)
+    tokens = torch.zeros(8, config.sequence_length, dtype=torch.int64)
+    report = mw.dry_run(GPT(config), language_model_loss, {"tokens": tokens, "targets": tokens}, layout)
+    assert all(map(dry_run_cases.as_predicted, report.ranks)), report.ranks
 
 
 def test_tokens_that_travel_to_their_experts_wait_for_their_numbers() -> None:

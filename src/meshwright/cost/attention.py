@@ -7,7 +7,7 @@ import msgspec
 
 from meshwright.ir.attention import CUDNN, EFFICIENT, FLASH, PLAIN, backward_bytes, computed_fraction
 from meshwright.ir.graph import ITEM_BYTES
-from meshwright.ir.kernel import AttentionSizes, Kernel, Product
+from meshwright.ir.kernel import AttentionSizes, Kernel, Product, drawing_bytes
 
 _PASSES = {False: {"pointwise": 6, "activation": 4, "reduction": 2}, True: {"pointwise": 9, "activation": 2}}
 """The number of times that the kernels between the two products read or write the scores, by kind, in forward (False)
@@ -20,6 +20,8 @@ _DROPOUT = {False: 5, True: 8}
 """Additional passes over the scores if attention has dropout."""
 _HELD = {False: 2, True: 4}
 """The number of tensors of scores that are in memory at the same time, in forward (False) and backward (True)."""
+_HELD_DRAWING = {False: 2, True: 3}
+"""The same while a mask of dropout is drawn, with the mask."""
 
 
 SPEED = {FLASH: 1.0, EFFICIENT: 0.55}
@@ -87,7 +89,12 @@ def _kernel_bytes(sizes: AttentionSizes, dtype: str, backward: bool, on_cpu: boo
     """Bytes of temporary memory of one call of a kernel, beside its results."""
     algorithm = sizes.taken(dtype, on_cpu)
     if algorithm == PLAIN:
-        return (_HELD[backward] + sizes.dropout) * _scores_bytes(sizes, dtype, sizes.held)
+        scores, held = _scores_bytes(sizes, dtype, sizes.held), _HELD[backward] + sizes.dropout
+        if not sizes.dropout or on_cpu:
+            return held * scores
+        wide = dtype if ITEM_BYTES[dtype] > 4 else "float32"
+        drawing = drawing_bytes("bernoulli", (sizes.batch, sizes.queries, sizes.held), wide)
+        return max(held * scores, _HELD_DRAWING[backward] * scores + drawing)
     taken = _terms_bytes(sizes, dtype, algorithm, on_cpu) + (1 + backward) * _repeated_bytes(sizes, dtype, algorithm)
     if backward and not on_cpu:
         taken += backward_bytes(sizes.batch * sizes.queries, sizes.width)

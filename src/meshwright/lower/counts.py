@@ -22,6 +22,7 @@ from meshwright.ir.kernel import (
     Operand,
     RingSizes,
     attention_of,
+    drawing_bytes,
     in_float8,
     product_of,
 )
@@ -231,7 +232,10 @@ def _kernel(
             operands.insert(3 + backward, _operand(mask))
         attention = attention_of(backward, operands, settings)
     sizes = _expert_sizes(call) if call.target in experts.KERNELS else None
-    return Kernel(kind, dtype, flops, moved_bytes, product=product, attention=attention, experts=sizes)
+    drawn = drawing_bytes(str(call.target).split(".")[1], call.outputs[0].shape, dtype) if kind == "random" else 0
+    return Kernel(
+        kind, dtype, flops, moved_bytes, product=product, attention=attention, experts=sizes, workspace_bytes=drawn
+    )
 
 
 def _expert_sizes(call: Call) -> ExpertSizes:

@@ -70,9 +70,11 @@ def _by_mask(node: fx.Node) -> bool:
 
 def _takes_key(node: fx.Node) -> bool:
     """Whether an operator works with a random key on the device. If micro-batches are parts of the last dim, the host
-    cuts the part."""
-    if node.target not in KEYED or node.target in _ATTENTION:
-        return node.target in _ATTENTION
+    cuts the part. The last dim of the scores of attention is the keys, which micro-batches do not divide."""
+    if node.target in _ATTENTION:
+        return True
+    if node.target not in KEYED:
+        return False
     place: Any = next((node.args[index:] for index, value in enumerate(node.args) if isinstance(value, list)), None)
     if place is None:
         return True

@@ -16,7 +16,7 @@ from meshwright.ir.attention import Band
 from meshwright.ops import philox
 
 Results = tuple[Tensor, ...]
-Runs = tuple[tuple[int, int], ...]
+Ranges = tuple[tuple[int, int], ...]
 """Ranges of positions in the sequence, one after the other: the first position and the number of positions of each."""
 
 
@@ -36,8 +36,8 @@ class Dropout:
     begins: Sequence[int]
     lengths: Sequence[int]
     time: int
-    rows: Runs
-    columns: Runs
+    rows: Ranges
+    columns: Ranges
 
     def part(self, rows: slice, columns: slice) -> "Dropout":
         """The dropout of some of the queries and keys."""
@@ -65,10 +65,10 @@ class Dropout:
         return kept
 
 
-def _cut(runs: Runs, part: slice) -> Runs:
+def _cut(ranges: Ranges, part: slice) -> Ranges:
     """The positions of a part of the queries or keys that have these positions."""
     parts, passed = [], 0
-    for first, length in runs:
+    for first, length in ranges:
         low, high = max(part.start - passed, 0), min(part.stop - passed, length)
         if low < high:
             parts.append((first + low, high - low))

@@ -28,14 +28,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from meshwright.ir.kernel import DRAWN_BLOCKS
 from meshwright.ops.library import KEY, define, mix
 
 _MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
 _INCREMENTS = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
 _WORD, _HALF = (1 << 64) - 1, (1 << 32) - 1
 _MICROBATCHES = 1 << 16
-_TILE, _DEVICE_TILE = 1 << 14, 1 << 21
-"""The number of blocks that are computed together: few enough for a CPU's cache, or enough to fill a GPU."""
+_TILE = 1 << 14
+"""The number of blocks that a CPU computes together: few enough for its cache."""
 _GAP = 200
 """Blocks that NumPy computes in the time of one call."""
 
@@ -185,7 +186,7 @@ def _by_numpy(part: Part, blocks: Run, across: int, key: int, salt: int, result:
 
 def _by_pytorch(part: Part, blocks: Run, across: int, key: Word, salt: int, result: Tensor) -> Iterator[Tile]:
     rows = _indices(part.outer, result.device).unsqueeze(1) * across
-    for low, high, first, last in _tiles(len(rows), blocks, _DEVICE_TILE):
+    for low, high, first, last in _tiles(len(rows), blocks, DRAWN_BLOCKS):
         position = rows[low:high] + torch.arange(first, last, device=result.device)
         words = philox((position, salt, 0, 0), (key, 0))
         yield slice(low, high), first, torch.stack(words, -1).flatten(1)  # type: ignore[arg-type]
