@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -25,9 +24,10 @@ from meshwright.ir.precision import Precision
 from meshwright.models import GPT, GPTConfig, language_model_loss
 from meshwright.ops import collectives
 from meshwright.runtime.device import CpuKind, CudaKind
+from meshwright.torch_private import symmetric_memory_bytes
 from tests.distributed import oracle
 from tests.distributed.test_pieces import divided
-from tests.gpu.test_operators import no_waits
+from tests.gpu.test_operators import waits
 
 APART = "left out: the GPUs do not reach each other's memory"
 
@@ -144,7 +144,8 @@ def error_of(context: Context, checked: Checked) -> float | str:
 
 def shares_memory(trainer: mw.Trainer) -> bool:
     """Whether products of a rank run in memory that its group shares."""
-    graphs = (phase.graph for stage in trainer.executor.stages.values() for phase in stage.phases.values())
+    stages = trainer.executor.stages.values()
+    graphs = (stage.phases[name].graph for stage in stages for name in stage.functions)  # other phases have none
     shared = (collectives.GATHER_MULTIPLY, collectives.MULTIPLY_SCATTER)
     return any(node.target in shared for graph in graphs for node in graph.nodes)
 
@@ -174,8 +175,8 @@ def optimizer(parameters: Any) -> torch.optim.Optimizer:
 
 
 def measured(context: Context, checked: Checked) -> dict[str, Any]:
-    """What is measured in steps of a larger model in bfloat16: the most bytes of tensors on this rank, 0 on a CPU; the
-    plan that ran; and where the host waited for the device, empty if it did not."""
+    """What is measured in steps of a larger model in bfloat16: the most bytes of tensors on this rank, with the memory
+    that GPUs share, 0 on a CPU; the plan that ran; and where the host waited for the device, empty if it did not."""
     model, batch = work_of(checked.models[0], context.rehearse, "cpu")
     captured = capture(model, language_model_loss, batch, precision=PRECISION)
     cluster = _cluster(context, checked)
@@ -189,20 +190,20 @@ def measured(context: Context, checked: Checked) -> dict[str, Any]:
     for _ in range(3):  # libraries are loaded, and phases are captured
         trainer.step(batch)
     peak, _ = context.peak_bytes(lambda: trainer.step(batch))
-    return {"bytes": peak - others, "plan": encode_json(plan).decode(), "waits": waits_of(context, trainer, batch)}
+    shared = symmetric_memory_bytes() if shares_memory(trainer) else 0  # kept by PyTorch, beside its allocator
+    return {
+        "bytes": peak - others + shared, "plan": encode_json(plan).decode(),
+        "waits": waits_of(context, trainer, batch),
+    }  # fmt: skip
 
 
 def waits_of(context: Context, trainer: mw.Trainer, batch: dict[str, Tensor]) -> str:
-    """The first operation of a step for which the host waits for the device; empty if there is none."""
+    """The first operation of a step for which the host waits for the device, and its line; empty if there is none."""
     if context.device.type == "cpu":
         return ""
-    try:
-        with no_waits():
-            trainer.step(batch)
-    except RuntimeError as error:
-        print("".join(traceback.format_exception(error)), flush=True)
-        return str(error).splitlines()[0]
-    return ""
+    with waits() as told:
+        trainer.step(batch)
+    return next(iter(told), "")
 
 
 def foretold(context: Context, checked: Checked, plan: str, cluster: Cluster | str) -> tuple[int, list[str]]:

@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +45,8 @@ from tests.distributed import oracle
 TIMED = ("ddp", "fsdp2", "tensor parallel", "pipelining")
 CHECK_S, EACH_S, COMPARE_S = 30.0, 6.0, 80.0
 """Limits: of the processes that check layouts, and of each layout; and of a comparison."""
+AFTER_S = 5.0
+"""How long the other ranks may still run after a rank has ended with an error."""
 MEASURED = ", measured"
 """The end of the name under which the memory of a layout is kept."""
 
@@ -135,19 +138,35 @@ def start(context: Context, ranks: int, what: str, limit_s: float) -> str:
         )
         for rank in range(ranks)
     ]
-    codes = []
     try:
-        for process in processes:
-            codes.append(process.wait(limit_s))
-    except subprocess.TimeoutExpired:
-        return f"stopped after its limit on rank {len(codes)}"
+        return ended(processes, limit_s)
     finally:
         for process in processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGKILL)
                 process.wait()
-    failed = [rank for rank, code in enumerate(codes) if code]
-    return f"ranks {failed} ended with an error" if failed else ""
+
+
+def ended(processes: Sequence[subprocess.Popen[bytes]], limit_s: float) -> str:
+    """Wait until all ranks have ended, for at most ``limit_s`` together, and for ``AFTER_S`` once a rank has ended with
+    an error. Return which ranks did, and which were still at work; empty if all ended well."""
+    deadline = time.monotonic() + limit_s
+    stops = deadline
+    while True:
+        codes = [process.poll() for process in processes]
+        failed, at_work = [code for code in codes if code], [rank for rank, code in enumerate(codes) if code is None]
+        if failed:
+            stops = min(stops, time.monotonic() + AFTER_S)
+        if not at_work or time.monotonic() >= stops:
+            break
+        time.sleep(0.05)
+    if not failed and not at_work:
+        return ""
+    told = [f"rank {rank} ended with exit code {code}" for rank, code in enumerate(codes) if code]
+    if at_work:
+        why = f"{AFTER_S:.0f} s after it" if failed else f"at the limit of {limit_s:.0f} s"
+        told.append(f"ranks {at_work} were still at work {why}")
+    return ", ".join(told)
 
 
 # --- on every rank ----------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ first use, because these imports take a second. Attributes of objects that begin
 """
 
 import functools
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,7 +72,8 @@ __all__ = [
     "define_symmetric_memory", "device_of_objects", "disable_current_modes", "dispatch_keys", "dump_flight_recorder",
     "enable_symmetric_memory", "has_kernel", "inductor", "is_profiling", "keep_gpu_busy", "make_subclass", "pytree",
     "record_begin", "record_end", "resolve_process_group", "scaled_mm", "sequence_number", "storage_info",
-    "throw_on_data_pointer", "unread_masks", "unscale_and_check", "update_scale", "warn_on_data_pointer",
+    "symmetric_memory_bytes", "throw_on_data_pointer", "unread_masks", "unscale_and_check", "update_scale",
+    "warn_on_data_pointer",
 ]  # fmt: skip
 
 
@@ -91,6 +93,14 @@ def enable_symmetric_memory(group_name: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # newer versions of PyTorch need no such call
         enable_symm_mem_for_group(group_name)
+
+
+def symmetric_memory_bytes() -> int:
+    """The bytes of the memory that this process shares with other GPUs for ``torch.ops.symm_mem``. PyTorch keeps them
+    for each group, outside of its allocator's counts."""
+    module = sys.modules.get("torch.distributed._symmetric_memory")  # not imported: there is none
+    workspaces = {} if module is None else module._group_name_to_workspace_tensor
+    return sum(each.nbytes for each in workspaces.values() if each is not None)
 
 
 def storage_info(file: str, offset: int, length: int) -> Any:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch.distributed import _symmetric_memory
 
 from benchmarks.gpu import foretold, layouts, several
 from benchmarks.gpu.__main__ import SECONDS
@@ -116,21 +122,75 @@ def test_waits_are_counted_by_layout() -> None:
     assert several.without_waits({"a": {"waits": ""}}, 2).verdict == "pass"
 
 
-def test_a_wait_of_a_step_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's debug mode for synchronization raises a RuntimeError at such an operation."""
-    context, modes = context_at(tmp_path), list[str]()
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+def test_a_wait_of_a_step_is_told_and_the_step_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's debug mode for synchronization warns at such an operation. Other ranks take part in the step, so that
+    an error would leave them stuck."""
+    context, modes, ends = context_at(tmp_path), list[str](), list[str]()
+
+    def set_mode(mode: str) -> None:
+        modes.append(mode)
+        if mode == "warn":
+            warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
 
     class Waits:
         def step(self, batch: Any) -> None:
-            raise RuntimeError("called a synchronizing CUDA operation\nat a line")
+            for _ in range(2):
+                warnings.warn("called a synchronizing CUDA operation\n(Triggered internally)", stacklevel=1)
+            ends.append("waits")
 
     class Goes:
         def step(self, batch: Any) -> None:
-            pass
+            ends.append("goes")
 
     trainers: list[Any] = [Waits(), Goes()]
-    assert layouts.waits_of(context, trainers[0], {}) == "", "a CPU has none"
+    assert layouts.waits_of(context, trainers[1], {}) == "", "a CPU has none"
+    assert (ends, modes) == ([], [])
     context.device = torch.device("cuda", 0)
-    assert [layouts.waits_of(context, each, {}) for each in trainers] == ["called a synchronizing CUDA operation", ""]
-    assert modes == ["error", "default"] * 2
+    waited, none = [layouts.waits_of(context, each, {}) for each in trainers]
+    assert re.fullmatch(r"called a synchronizing CUDA operation \(.*test_gpu_layouts\.py:\d+\)", waited)
+    assert (none, ends, modes) == ("", ["waits", "goes"], ["warn", "default"] * 2)
+
+
+def test_memory_that_gpus_share_is_measured(ranks: Ranks, tmp_path: Path) -> None:
+    """PyTorch keeps a workspace for each group, which its allocator does not count."""
+    names = ("tp", "tp, products in shared memory")
+    for found in ranks(2, bytes_measured, tmp_path, names):
+        assert found == {"tp": 0, "tp, products in shared memory": 4096 + 512}
+
+
+def bytes_measured(folder: Path, names: tuple[str, ...]) -> dict[str, int]:
+    workspaces = {"a": torch.empty(1024), "b": torch.empty(512, dtype=torch.uint8), "c": None}
+    with mock.patch.dict(_symmetric_memory._group_name_to_workspace_tensor, workspaces):
+        known = layouts.layouts(2)
+        return {name: layouts.measured(context_at(folder), known[name])["bytes"] for name in names}
+
+
+def processes(*programs: str) -> list[subprocess.Popen[bytes]]:
+    return [subprocess.Popen([sys.executable, "-S", "-c", program]) for program in programs]
+
+
+@pytest.mark.parametrize(
+    ("programs", "limit_s", "told"),
+    [
+        (("", ""), 60.0, ""),
+        (("import time; time.sleep(60)", "raise SystemExit(3)"), 60.0,
+         "rank 1 ended with exit code 3, ranks [0] were still at work 0 s after it"),
+        (("import time; time.sleep(60)", "import time; time.sleep(60)"), 0.1,
+         "ranks [0, 1] were still at work at the limit of 0 s"),
+    ],
+    ids=["well", "error", "limit"],
+)  # fmt: skip
+def test_ranks_are_watched_together(
+    monkeypatch: pytest.MonkeyPatch, programs: tuple[str, ...], limit_s: float, told: str
+) -> None:
+    """One rank's error ends the wait for the others, whichever rank it is."""
+    monkeypatch.setattr(several, "AFTER_S", 0.1)
+    started = processes(*programs)
+    try:
+        assert several.ended(started, limit_s) == told
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()

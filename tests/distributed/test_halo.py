@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import random
 from itertools import accumulate, pairwise
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+from meshwright.comm import halo
 from meshwright.comm.backend import halo_exchange_start, halo_reduce_start, wait
 from tests.distributed.lockstep import halo_rows, halo_sums
 from tests.distributed.pool import Ranks
@@ -47,6 +49,29 @@ def exchange_at_random(seed: int) -> int:
         total = wait(halo_reduce_start(terms[me], dim, lows, highs, edges, world.group_name, me))
         assert torch.equal(total, halo_sums(terms, dim, lows, highs, edges, part=me))
     return moved
+
+
+def tensors_that_are_kept() -> tuple[int, bool]:
+    """The number of tensors in the messages of an exchange, and whether its work keeps all of them until it ends."""
+    sent: list[torch.Tensor] = []
+    start, group = dist.batch_isend_irecv, dist.group.WORLD
+    assert group is not None
+
+    def noted(messages: list[dist.P2POp]) -> list[dist.Work]:
+        sent.extend(message.tensor for message in messages)
+        return start(messages)
+
+    part = halo.HaloPart(1, ((0, 5), (3, 8)), (0, 4, 8), group.rank())
+    with mock.patch.object(dist, "batch_isend_irecv", noted):
+        _, work = halo.exchange(torch.ones(3, 4), part, group, 0.0)
+    kept = all(any(tensor is each for each in work._kept) for tensor in sent)
+    work.wait()
+    return len(sent), kept
+
+
+def test_an_exchange_keeps_the_tensors_of_its_messages(ranks: Ranks) -> None:
+    """NCCL itself drops them at the first wait on any stream, also that of a trace."""
+    assert ranks(2, tensors_that_are_kept) == [(2, True)] * 2
 
 
 def test_rows_arrive_and_come_back(ranks: Ranks) -> None:

@@ -216,10 +216,11 @@ def spans_of(trace: Trace, stream: str) -> list[tuple[str, float, float]]:
 
 
 def collectives_on_a_stream() -> tuple[Trace, float]:
-    """The trace of kernels and collectives on a device's streams, and when the kernels end.
+    """The trace of kernels and collectives on a device's streams, and when the kernels end. d blocks the kernels,
+    and e is a product in pieces, which computes meanwhile.
 
     host            launches all at 0
-    kernels         | 1 | a starts | 2 3 4 5 6 | wait a: none | wait c . . . . . . | 12 | d, which blocks, 13 14
+    kernels         | 1 | a starts | 2 3 4 5 6 | wait a: none | wait c . . . . . . | 12 | d: 13 14 | e: 15 16 17
     communication       | a, 2 s |             | b, 4 s      | c, 1 s |
     """
     there = streams.Device()
@@ -244,24 +245,29 @@ def collectives_on_a_stream() -> tuple[Trace, float]:
             there.work(1.0)
             with blocking("broadcast", group.group_name, 8):
                 there.work(2.0)
+            begins = recorder.moment(0.0)
+            with blocking("reduce_scatter", group.group_name, 8, computes=True):
+                there.work(3.0)
+            recorder.span(COMPUTE, "backward", begins, recorder.moment(0.0))
         assert there.host_s == 0.0, "the host waits for nothing before the trace is read"
         return recorder.trace(0), there.kernels.now_s
 
 
 def test_collectives_have_the_times_of_their_own_stream(ranks: Ranks) -> None:
     ((trace, end_s),) = ranks(1, collectives_on_a_stream)
-    assert end_s == 14.0, "marks delay no kernel"
+    assert end_s == 17.0, "marks delay no kernel"
     assert spans_of(trace, "communication") == [
         ("all_gather dp", 1.0, 3.0), ("all_gather dp", 10.0, 11.0), ("all_gather dp", 6.0, 10.0),
-        ("broadcast dp", 12.0, 14.0),
+        ("broadcast dp", 12.0, 14.0), ("reduce_scatter dp", 14.0, 17.0),
     ]  # fmt: skip
     assert spans_of(trace, "wait") == [
         ("all_gather dp", 6.0, 6.0), ("all_gather dp", 6.0, 11.0), ("all_gather dp", 11.0, 11.0),
         ("broadcast dp", 12.0, 14.0),
     ]  # fmt: skip
     (times,) = summarize(trace)
-    assert times.hidden_s == 2.0, "it ended before anybody waited for it"
-    assert exposed_share([times]) == pytest.approx(7 / 14)
+    assert times.hidden_s == 5.0, "one ended before anybody waited for it, and one ran within a product"
+    assert times.compute_s == 3.0, "of the product"
+    assert exposed_share([times]) == pytest.approx(7 / 17)
 
 
 class Late(CpuKind):

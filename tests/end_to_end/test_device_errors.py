@@ -25,13 +25,16 @@ from meshwright.models import MLP, classification_loss
 from meshwright.runtime.device import CpuKind, Processor, Properties
 from meshwright.runtime.device_errors import holders
 from meshwright.runtime.executor import Executor
-from meshwright.runtime.failures import first_failure
+from meshwright.runtime.failures import first_failure, record
 
 FULL = (
     "CUDA out of memory. Tried to allocate 3.00 KiB. GPU 0 has a total capacity of 79.15 GiB of which 1.00 KiB is "
     "free. Process 7 has 79.15 GiB memory in use."
 )
+SYSTEM = "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error."
+NO_BUFFERS = "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
 NCCL = "NCCL error in: ProcessGroupNCCL.cpp:3632, {}, NCCL version 2.27.5\n{}"
+TAKES = "memory that CUDA takes for itself, such as a context, a graph or pinned memory of the host"
 SIZES = (6, 64, 64, 4)
 
 
@@ -99,9 +102,20 @@ def test_parameters_that_do_not_fit_are_told_before_the_first_step() -> None:
 
 
 def test_what_nccl_and_cuda_say_before_the_first_step_is_told() -> None:
-    last = "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error."
+    refused = f"{SYSTEM}\nLast error:\nsocketStartConnect: Connect to 10.0.0.2<4321> failed : Connection refused"
     for text, kind, problem in (
-        (NCCL.format("unhandled system error", last), LostRankError, "NCCL lost another rank or the network"),
+        (NCCL.format("unhandled system error", refused), LostRankError, "NCCL lost another rank or the network"),
+        (NCCL.format("unhandled system error", SYSTEM), DeviceError, "NCCL failed (ncclSystemError)"),
+        (
+            "CUDA driver error: out of memory",
+            DeviceMemoryError,
+            "beside the parameters there is no room for memory that CUDA takes for itself",
+        ),
+        (
+            NCCL.format("unhandled cuda error", NO_BUFFERS),
+            DeviceMemoryError,
+            "beside the parameters there is no room for buffers of NCCL",
+        ),
         ("CUDA error: no kernel image is available", DeviceError, "the device failed (no kernel image is available)"),
     ):
         with pytest.raises(kind) as caught, gpus.making_trainer(torch.device("cuda", 1)):
@@ -179,8 +193,35 @@ def test_a_gpu_that_fails_in_a_run_is_told(
             "NCCL failed (ncclInvalidUsage)",
             "NCCL_DEBUG=INFO",
         ),
+        (
+            NCCL.format("unhandled system error", f"{SYSTEM}\nLast error:\nsocketStartConnect: Connection refused"),
+            LostRankError,
+            "NCCL lost another rank or the network (ncclSystemError: socketStartConnect: Connection refused)",
+            "look for its own error",
+        ),
+        (
+            NCCL.format(
+                "unhandled system error",
+                f"{SYSTEM}\nLast error:\nError while creating shared memory segment /dev/shm/nccl-Ab12 (size 4)",
+            ),
+            DeviceError,
+            "NCCL failed (ncclSystemError: Error while creating shared memory segment /dev/shm/nccl-Ab12 (size 4))",
+            "--shm-size",
+        ),
+        (
+            NCCL.format("unhandled system error", f"{SYSTEM}\nLast error:\nCall to socket failed: Too many open files"),
+            DeviceError,
+            "NCCL failed (ncclSystemError: Call to socket failed: Too many open files)",
+            "ulimit -n",
+        ),
+        (
+            NCCL.format("unhandled system error", SYSTEM),
+            DeviceError,
+            "NCCL failed (ncclSystemError)",
+            "/dev/shm",
+        ),
     ],
-    ids=["GPU", "rank", "usage"],
+    ids=["GPU", "rank", "usage", "network", "shared memory", "file descriptors", "no last error"],
 )  # fmt: skip
 def test_a_collective_that_nccl_does_not_start_is_told(
     monkeypatch: pytest.MonkeyPatch, text: str, kind: type[MeshwrightError], problem: str, remedy: str
@@ -193,17 +234,39 @@ def test_a_collective_that_nccl_does_not_start_is_told(
     assert remedy in caught.value.remedy
 
 
-def test_a_gpu_without_room_for_buffers_of_nccl_names_what_holds_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "asks"),
+    [
+        (torch.distributed.DistBackendError(NCCL.format("unhandled cuda error", NO_BUFFERS)), "buffers of NCCL"),
+        (torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be reported elsewhere"), TAKES),
+        (RuntimeError("CUDA driver error: out of memory"), TAKES),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), TAKES),
+    ],
+    ids=["NCCL", "CUDA", "driver", "cuBLAS"],
+)
+def test_a_gpu_without_room_outside_of_the_allocator_names_what_holds_its_memory(
+    monkeypatch: pytest.MonkeyPatch, error: RuntimeError, asks: str
+) -> None:
     training = trainer()
     training._kind = Full()
-    last = "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
-    fails(monkeypatch, torch.distributed.DistBackendError(NCCL.format("unhandled cuda error", last)))
+    fails(monkeypatch, error)
     with pytest.raises(DeviceMemoryError) as caught:
         training.step(batch())
     assert caught.value.where == "rank 0, cpu, step 2"
-    assert caught.value.problem.startswith("its memory is full, and has no room for buffers of NCCL: ")
+    assert caught.value.problem.startswith(f"its memory is full, and has no room for {asks}: ")
     assert "optimizer state" in caught.value.problem
     assert "saves" in caught.value.remedy
+
+
+@pytest.mark.parametrize("kind", [DeviceMemoryError, DeviceError])
+def test_a_rank_whose_gpu_fails_in_a_call_of_nccl_failed_first(tmp_path: Path, kind: type[MeshwrightError]) -> None:
+    """Other ranks lose it, and may say so earlier."""
+    record(LostRankError("rank 3 has ended, and this rank waits", where="rank 3"), tmp_path, 0)
+    error = kind("its memory is full, and has no room for buffers of NCCL", where="rank 3, cuda:3")
+    error.__cause__ = torch.distributed.DistBackendError(NCCL.format("unhandled cuda error", NO_BUFFERS))
+    assert not record(error, tmp_path, 3).lost_peer
+    told = first_failure(tmp_path, 4, 0, 1)
+    assert (type(told), told.where) == (kind, "rank 3, cuda:3")
 
 
 def test_a_gpu_that_the_watchdog_finds_lost_is_read_from_the_log(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,8 +23,26 @@ TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 4e-2}
 
 
 @contextmanager
+def waits() -> Iterator[list[str]]:
+    """Yields a list that has, at the end, each operation for which the host waited for the device, and its line. Ranks
+    that take part in one step all go on: an error in the middle of it would leave the others stuck."""
+    told: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield told
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    for each in caught:
+        text = str(each.message)
+        if "synchronizing CUDA operation" in text:
+            told.append(f"{text.splitlines()[0]} ({each.filename}:{each.lineno})")
+
+
+@contextmanager
 def no_waits() -> Iterator[None]:
-    """An operator for which the host waits for the device raises a RuntimeError."""
+    """An operator for which the host waits for the device raises a RuntimeError. For steps of one rank (``waits``)."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield

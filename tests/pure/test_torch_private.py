@@ -5,8 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed import _symmetric_memory
 
 import meshwright
+from meshwright.runtime.device import CudaKind
 
 SOURCES = Path(meshwright.__file__).parent
 
@@ -76,3 +79,13 @@ def test_only_torch_private_uses_private_names_of_pytorch() -> None:
         if (names := private_names(path.read_text(encoding="utf-8")))
     }
     assert set(uses) == {"torch_private.py"}, "import these names from torch_private, which checks them at import"
+
+
+def test_memory_that_gpus_share_counts_as_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch keeps a workspace for each group, which its allocator does not count."""
+    for name, workspace in (("a", torch.empty(1024)), ("b", torch.empty(512, dtype=torch.uint8)), ("c", None)):
+        monkeypatch.setitem(_symmetric_memory._group_name_to_workspace_tensor, name, workspace)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
+    read = CudaKind(torch.device("cuda", 0)).memory_now
+    assert read is not None
+    assert read() == 100 + 4096 + 512

@@ -9,6 +9,7 @@ import torch
 from meshwright.api.machine import known_cluster
 from meshwright.api.plans import Rules, cost_of
 from meshwright.comm.groups import from_every_rank
+from meshwright.comm.transport.base import first_line
 from meshwright.errors import DeviceMemoryError, MeshwrightError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
@@ -20,7 +21,7 @@ from meshwright.planner.compare import changes_that_fit
 from meshwright.planner.foretell import foretell
 from meshwright.runtime.device import processor, properties
 from meshwright.runtime.device_check import check_alike, check_float8, check_float64
-from meshwright.runtime.device_errors import named_error
+from meshwright.runtime.device_errors import lacks_memory, named_error
 from meshwright.runtime.optimizer import OptimizerFactory
 
 
@@ -53,14 +54,16 @@ def making_trainer(device: torch.device) -> Iterator[None]:
     except MeshwrightError:
         raise
     except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError):
-            if (named := named_error(str(error), where)) is None:
-                raise
+        if isinstance(error, torch.OutOfMemoryError):
+            problem = f"the parameters do not fit ({first_line(error)})"
+        elif asks := lacks_memory(str(error)):
+            problem = f"beside the parameters there is no room for {asks}"
+        elif (named := named_error(str(error), where)) is not None:
             raise named from error
-        raise DeviceMemoryError(
-            f"the parameters do not fit ({str(error).splitlines()[0]})", where=where,
-            remedy="use more ranks with tp, pp or zero=3, or plan='auto', which chooses a layout that fits",
-        ) from error  # fmt: skip
+        else:
+            raise
+        remedy = "use more ranks with tp, pp or zero=3, or plan='auto', which chooses a layout that fits"
+        raise DeviceMemoryError(problem, where=where, remedy=remedy) from error
 
 
 def smallest_change(

@@ -297,7 +297,7 @@ def gather_multiply(value: Tensor, weights: list[Tensor], group: str, size: int)
     """Gather the rows of all ranks and multiply them: on a GPU in pieces, in memory that the ranks share."""
     ranks = process_group(group)
     if value.is_cuda:
-        with blocking("all_gather", group, size * value.nbytes):
+        with blocking("all_gather", group, size * value.nbytes, computes=True):
             return symmetric_memory.gather_multiply(value, weights, ranks)
     whole = wait(all_gather_start(value, group, size, NATIVE)).view(-1, value.shape[1])
     return [whole, *(whole @ weight for weight in weights)]
@@ -308,7 +308,8 @@ def multiply_scatter(left: Tensor, right: Tensor, group: str, size: int) -> Tens
     share."""
     if left.is_cuda:
         ranks = process_group(group)
-        with blocking("reduce_scatter", group, left.shape[0] * right.shape[1] * left.itemsize):
+        num_bytes = left.shape[0] * right.shape[1] * left.itemsize
+        with blocking("reduce_scatter", group, num_bytes, computes=True):
             return symmetric_memory.multiply_scatter(left, right, ranks)
     products = (left @ right).view(size, -1, right.shape[1])
     return wait(reduce_scatter_start(products, "sum", group, size, NATIVE))

@@ -95,10 +95,10 @@ def _start(
     def finish() -> None:
         for (_, place), (_, rows) in zip(places, come, strict=True):
             put(place, rows)
-        gone.clear()
 
     works = dist.batch_isend_irecv(messages) if messages else []
-    return UnderWay(finish, works=works, num_bytes=sum(rows.nbytes for _, rows in come))
+    kept = [rows for _, rows in (*gone, *come)]
+    return UnderWay(finish, *kept, works=works, num_bytes=sum(rows.nbytes for _, rows in come))
 
 
 def sendable(value: Tensor) -> Tensor:

@@ -20,7 +20,10 @@ class DeviceOperation(Protocol):
     """An operation of torch.distributed that has been started."""
 
     def block_current_stream(self) -> None:
-        """Let later work on the current stream of the device wait for the operation; the host goes on."""
+        """Let later work on the current stream of the device wait for the operation; the host goes on.
+
+        After the first such wait on any stream, NCCL no longer keeps the operation's tensors. So the object that stands
+        for the operation (``UnderWay``) must keep every input and temporary tensor until the kernels wait."""
 
 
 class DeviceTimeline(Protocol):
@@ -114,21 +117,21 @@ class SpanRecorder:
         if self._timeline is not None:
             self.moment(time.perf_counter())
 
-    def flight(self, lane: str, operations: Iterable[DeviceOperation]) -> DeviceSpan | None:
+    def started(self, lane: str, operations: Iterable[DeviceOperation]) -> DeviceSpan | None:
         """Note operations that have just been started on the device's stream for the communication of ``lane``. None if
         the device does not run behind the host, or there are no operations."""
-        if self._timeline is None or not (started := list(operations)):
+        if self._timeline is None or not (under_way := list(operations)):
             return None
         launched = self.moment(time.perf_counter())
         assert isinstance(launched, Reached)
         before = (self._lanes[lane],) if lane in self._lanes else ()
-        end = self._lanes[lane] = self._timeline.mark_end(lane, started)
+        end = self._lanes[lane] = self._timeline.mark_end(lane, under_way)
         return DeviceSpan(Reached((*launched.marks, *before)), Reached((end,)))
 
     def message(self, lane: str, operation: DeviceOperation) -> None:
         """Note a message that has just been started. The span that is recorded next names it."""
-        if (flight := self.flight(lane, (operation,))) is not None:
-            self._messages.append(flight)
+        if (span := self.started(lane, (operation,))) is not None:
+            self._messages.append(span)
 
     @contextmanager
     def copy(self, what: str, num_bytes: int) -> Iterator[None]:
@@ -235,14 +238,16 @@ def be_at(where: object) -> None:
 
 
 @contextmanager
-def blocking(what: str, group: str, num_bytes: int) -> Iterator[None]:
-    """Record a collective that starts and ends inside the ``with`` block."""
+def blocking(what: str, group: str, num_bytes: int, *, computes: bool = False) -> Iterator[None]:
+    """Record a collective that starts and ends inside the ``with`` block. ``computes``: the rank computes meanwhile, so
+    that it does not count as waiting."""
     recorder, begun = current(), time.perf_counter()
     begins = recorder.moment(begun) if recorder is not None else begun
     yield
     if recorder is not None:
         ends = recorder.moment(time.perf_counter())
-        recorder.collective(what, group, CollectiveTimes(begins, ends, ((begins, ends),)), num_bytes)
+        waits = () if computes else ((begins, ends),)
+        recorder.collective(what, group, CollectiveTimes(begins, ends, waits), num_bytes)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ HALO = "halo"
 
 class _Started(NamedTuple):
     """A collective under way: the work to wait for, and its description for traces, records and errors. ``times``: when
-    its start began and ended. ``flight``: its begin and end on a device that runs behind the host."""
+    its start began and ended. ``device_span``: its begin and end on a device that runs behind the host."""
 
     work: Work | None
     what: str
@@ -31,7 +31,7 @@ class _Started(NamedTuple):
     number: int
     num_bytes: int
     event: int
-    flight: DeviceSpan | None
+    device_span: DeviceSpan | None
 
 
 def attach(
@@ -44,8 +44,8 @@ def attach(
     num = num_bytes // value.itemsize
     event = state.record(group, what, num, value.dtype, label, where, is_alike=what != HALO)
     times, name, recorder = (begun, time.perf_counter()), group.group_name, current()
-    flight = recorder.flight(name, operations_of(work)) if recorder is not None else None
-    started = _Started(work, what, name, state, times, label, where, state.begun, num_bytes, event, flight)
+    span = recorder.started(name, operations_of(work)) if recorder is not None else None
+    started = _Started(work, what, name, state, times, label, where, state.begun, num_bytes, event, span)
     setattr(value, _WORK, started)
     return value
 
@@ -86,8 +86,8 @@ def wait(value: Tensor) -> Tensor:
             received = started.work.num_bytes if isinstance(started.work, UnderWay) else None
             last = recorder.moment(done)
             times = CollectiveTimes(begun, last, ((begun, begin_done), (reached, last)))
-            if started.flight is not None:  # launching it took time of the host only
-                times = CollectiveTimes(*started.flight, ((reached, last),))
+            if started.device_span is not None:  # launching it took time of the host only
+                times = CollectiveTimes(*started.device_span, ((reached, last),))
             recorder.collective(started.what, started.group, times, value.nbytes if received is None else received)
     return value
 

@@ -4,12 +4,13 @@ No GPU has run this module yet. The CPU's form of the same operators checks plan
 order, dtypes and memory on fake tensors.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.comm.exchange_notes import gather_everywhere
 from meshwright.comm.groups import boxes_of, process_group
 from meshwright.ir.mesh import AxisGroup
 from meshwright.torch_private import define_symmetric_memory, enable_symmetric_memory
@@ -33,14 +34,20 @@ def rehearsed_groups(groups: Iterable[AxisGroup], box: int) -> frozenset[str]:
 def _enabled(group: dist.ProcessGroup, device: torch.device) -> bool:
     if len(boxes_of(group)) > 1:
         return False
-    others = [other for other in range(torch.cuda.device_count()) if other != device.index]
-    reached = all(torch.cuda.can_device_access_peer(device, other) for other in others)
-    seen = torch.tensor([int(reached)], device=device)
+    seen = torch.tensor([int(_reaches(device, gather_everywhere(device.index, group)))], device=device)
     dist.all_reduce(seen, dist.ReduceOp.MIN, group)
     if not seen.item():
         return False
     enable_symmetric_memory(group.group_name)
     return True
+
+
+def _reaches(device: torch.device, indices: Sequence[int]) -> bool:
+    """Whether a GPU reaches the memory of the GPUs with these indices, one for each rank of its group. It does not if a
+    process sees only its own GPU, as under Ray or Slurm: other ranks' indices then are the same."""
+    if len(set(indices)) < len(indices) or max(indices) >= torch.cuda.device_count():
+        return False
+    return all(torch.cuda.can_device_access_peer(device, other) for other in indices if other != device.index)
 
 
 def gather_multiply(value: Tensor, weights: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:

@@ -18,6 +18,7 @@ from meshwright.comm.symmetric_memory import symmetric_groups
 from meshwright.ir.mesh import AxisGroup
 from meshwright.runtime.cuda_graphs import CudaGraphs, Graphs
 from meshwright.runtime.memory import OwnMemory, has_own_memory
+from meshwright.torch_private import symmetric_memory_bytes
 
 CPU = torch.device("cpu")
 
@@ -145,8 +146,8 @@ class CudaKind:
 
     @property
     def memory_now(self) -> Callable[[], int] | None:
-        """Reads the bytes that tensors hold on the device."""
-        return lambda: torch.cuda.memory_allocated(self.device)
+        """Reads the bytes that tensors hold on the device, and those of memory that it shares with other GPUs."""
+        return lambda: torch.cuda.memory_allocated(self.device) + symmetric_memory_bytes()
 
     def copies(self) -> CopyStream | None:
         """A stream of the device."""

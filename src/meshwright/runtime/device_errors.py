@@ -24,11 +24,19 @@ _FREE = re.compile(r"of which ([\d.]+) (bytes|KiB|MiB|GiB) is free")
 _CUDA = re.compile(r"CUDA (?:driver )?error: ([^\n]+)")
 _NCCL = re.compile(r"\b(nccl[A-Z]\w*): [^\n]*(?:\nLast error:\n([^\n]+))?")
 """NCCL's error in a DistBackendError of PyTorch: its name, and what NCCL says of it."""
-_OF_OTHERS = ("ncclRemoteError", "ncclSystemError")
+_OF_NETWORK = re.compile("socket|connect", re.IGNORECASE)
+_OF_HOST = re.compile("shared memory|No space left|Too many open files|allocate memory", re.IGNORECASE)
+"""What NCCL says of system calls that fail because of another rank or the network, and because this host has no room
+or no file descriptors left."""
+_FULL = re.compile("out of memory|ALLOC_FAILED")
 _OUT_OF_BOUNDS = ("device-side assert", "illegal memory access", "misaligned address")
 _LOOK_AT_BATCH = (
     "often a label or a token is not below the number of classes or words: run the batch on the CPU, which names the "
     "operator"
+)
+_LOOK_AT_HOST = (
+    "often this host has no room left in /dev/shm, which containers limit (`--shm-size=8g` or `--ipc=host`), or no "
+    "file descriptors (`ulimit -n`); run with NCCL_DEBUG=INFO, which says why, on every rank"
 )
 
 
@@ -60,8 +68,8 @@ def explained(trainer: MemoryHolder) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise _full(trainer, str(error)) from error
     except RuntimeError as error:
-        if _needs_buffers(str(error)):
-            raise _full(trainer, str(error), " for buffers of NCCL") from error
+        if asks := lacks_memory(str(error)):
+            raise _full(trainer, str(error), f" for {asks}") from error
         if (named := named_error(str(error), _place(trainer))) is None:
             raise
         raise named from error
@@ -102,10 +110,14 @@ def _bytes_of(values: Iterable[object], seen: set[int]) -> int:
     return total
 
 
-def _needs_buffers(text: str) -> bool:
-    """Whether NCCL found no memory on the device."""
-    match = _NCCL.search(text)
-    return match is not None and "out of memory" in (match[2] or "")
+def lacks_memory(text: str) -> str:
+    """What CUDA, its libraries or NCCL found no memory for, outside of PyTorch's allocator; empty if the text is of
+    another error. PyTorch raises such errors as it raises those of a broken device."""
+    if (match := _NCCL.search(text)) is not None:
+        return "buffers of NCCL" if _FULL.search(match[2] or "") else ""
+    match = _CUDA.search(text)
+    is_full = match is not None and _FULL.search(match[1]) is not None
+    return "memory that CUDA takes for itself, such as a context, a graph or pinned memory of the host" * is_full
 
 
 def named_error(text: str, where: str) -> MeshwrightError | None:
@@ -116,8 +128,11 @@ def named_error(text: str, where: str) -> MeshwrightError | None:
         return _failed(other[1].strip(), where) if other is not None else None
     kind, last = match[1], (match[2] or "").strip()
     reason = f"{kind}: {last}" if last else kind
-    if kind in _OF_OTHERS:
+    is_of_network = _OF_NETWORK.search(last) is not None and _OF_HOST.search(last) is None
+    if kind == "ncclRemoteError" or (kind == "ncclSystemError" and is_of_network):
         return LostRankError(f"NCCL lost another rank or the network ({reason})", where=where, remedy=OWN_ERROR)
+    if kind == "ncclSystemError":
+        return DeviceError(f"NCCL failed ({reason})", where=where, remedy=_LOOK_AT_HOST)
     if kind == "ncclUnhandledCudaError":
         return _failed(reason, where)
     remedy = "run with NCCL_DEBUG=INFO, which says why, on every rank"

@@ -18,7 +18,15 @@ from pathlib import Path
 import msgspec
 
 from meshwright import errors
-from meshwright.errors import FailedRankError, LostRankError, MeshwrightError, PreemptedError, RankError
+from meshwright.errors import (
+    DeviceError,
+    DeviceMemoryError,
+    FailedRankError,
+    LostRankError,
+    MeshwrightError,
+    PreemptedError,
+    RankError,
+)
 from meshwright.ir import files
 
 
@@ -91,8 +99,11 @@ def record(error: BaseException, directory: Path, rank: int) -> Failure:
 
 
 def lost_peer(error: BaseException | None) -> bool:
-    """Whether the error says that another rank no longer answers."""
+    """Whether the error says that another rank no longer answers. Errors of this rank's own device do not, although
+    NCCL may have been the first to meet them."""
     while error is not None:
+        if isinstance(error, DeviceError | DeviceMemoryError):
+            return False
         text = str(error)
         if isinstance(error, LostRankError):
             return True

@@ -23,8 +23,8 @@ def failed_at(error: BaseException) -> str:
 
 
 def _line(frames: Iterable[FrameType]) -> str:
-    own = (str(Path(__file__).with_name(name)) for name in ("rehearsal.py", "fake_operators.py", "unguarded.py"))
-    outside = (str(Path(torch.__file__).parent), __file__, *own, contextlib.__file__)
+    own = (str(Path(__file__).with_name(name)) for name in ("rehears", "fake_operators.py", "unguarded.py"))
+    outside = (str(Path(torch.__file__).parent), *own, contextlib.__file__)
     frame = next((frame for frame in frames if not frame.f_code.co_filename.startswith(outside)), None)
     text = ""
     if frame is not None:

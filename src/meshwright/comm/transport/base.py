@@ -42,6 +42,10 @@ def operations_of(work: "Work | None") -> "Iterator[dist.Work]":
 class UnderWay:
     """A Work that waits for other works, then calls ``finish``. It keeps the tensors ``kept`` alive.
 
+    Whoever makes it names in ``kept`` every input and temporary tensor of the works, also those that ``finish`` uses.
+    NCCL itself keeps them only until the first wait on any stream, which may be that of a trace for the end of the
+    operation; the kernels wait later, and the memory must not be reused before.
+
     ``num_bytes`` is the number of received bytes, if it differs from the size of the result.
     """
 
