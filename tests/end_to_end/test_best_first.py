@@ -61,12 +61,18 @@ def cluster(name: str, *, unlike: bool) -> Cluster:
 
 
 def measured_times(cluster: Cluster) -> Cluster:
-    """The cluster with measured times that its levels do not imply: fast messages, and all-reduces that take much
-    longer than a reduce-scatter and an all-gather."""
-    times = {"send": 1e-8, "all_reduce": 1e-3, "reduce_scatter": 1e-7, "all_gather": 1e-7}
+    """The cluster with measured times that its levels do not imply: fast messages, and large all-reduces that take
+    much longer than a reduce-scatter and an all-gather."""
+    times = {
+        "send": (1e-8, 1e-8),
+        "all_reduce": (1e-7, 0.2),
+        "reduce_scatter": (1e-7, 1e-7),
+        "all_gather": (1e-7, 1e-7),
+    }
     rows = [
-        CollectiveTiming(operation=name, algorithm="ring", level=level, ranks=2, bytes=2**power, time_s=seconds)  # type: ignore[arg-type]
-        for name, seconds in times.items() for level in ("box", "network") for power in (4, 24)
+        CollectiveTiming(operation=name, algorithm="ring", level=level, ranks=2, bytes=size, time_s=seconds)  # type: ignore[arg-type]
+        for name, each in times.items() for level in ("box", "network")
+        for size, seconds in zip((2**8, 2**24), each, strict=True)
     ]  # fmt: skip
     return msgspec.structs.replace(cluster, collectives=tuple(rows))
 
@@ -163,6 +169,17 @@ def test_messages_may_cross_an_outer_level_that_is_faster() -> None:
     homes = homes_on(msgspec.structs.replace(slow_box, levels=levels), MUCH)
     assert StageBounds(homes, Space())._send_s(1.0, range(3), 3, uniform=False) < 1e-4
     check_bounds(list(every_pipeline(homes)), search_on(homes))
+
+
+def test_slow_sums_of_gradients_do_not_exclude_pipelines_with_zero() -> None:
+    homes = homes_on(measured_times(cluster("cpu-local", unlike=False)), MUCH)
+    every = [placed for placed in every_pipeline(homes) if (placed.layout.dp, placed.layout.pp) == (2, 2)]
+    steps = [min(placed.step_s for placed in every if placed.layout.zero == zero) for zero in ZEROS]
+    assert steps[1] < steps[0] / 2
+    space = Space(schedules=SCHEDULES, zero=ZEROS, holds=lambda shape: (shape.dp, shape.pp) == (2, 2))
+    options = search_on(homes, space).options(steps[1])
+    assert options[0].layout.zero == 1
+    assert options[0].step_s == pytest.approx(steps[1])
 
 
 def test_nothing_is_simulated_if_a_known_step_is_shorter_than_all_bounds() -> None:
