@@ -26,8 +26,8 @@ from meshwright.ir.schedule import ActionKind
 from meshwright.lower.plans import PlanLowering
 from meshwright.planner.candidates import MOST_CHUNKS, axes_of, divisors
 from meshwright.planner.explicit import Ask, plan_layout
-from meshwright.planner.finalists import REFUSALS
 from meshwright.planner.foretell import foretell
+from meshwright.planner.inter_op.option import REFUSALS
 from meshwright.planner.inter_op.piece_codecs import is_reduction
 from meshwright.schedules.pipeline import least_microbatches
 

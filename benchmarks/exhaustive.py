@@ -44,11 +44,10 @@ from meshwright.ir.result import Check
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import classification_loss
 from meshwright.planner.candidates import axes_of, runs, shapes, variations
-from meshwright.planner.finalists import REFUSALS
 from meshwright.planner.foretell import Foretold
 from meshwright.planner.inter_op.assemble import assemble
 from meshwright.planner.inter_op.layer_work import LayerPrices
-from meshwright.planner.inter_op.option import Option
+from meshwright.planner.inter_op.option import REFUSALS, Option
 from meshwright.planner.inter_op.pipelines import ALIKE
 from meshwright.planner.inter_op.rounds import simulated_s
 from meshwright.planner.inter_op.stage_homes import with_transfers

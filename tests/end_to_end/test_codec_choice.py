@@ -29,10 +29,10 @@ from meshwright.lower.plans import PlanLowering
 from meshwright.models import GPT, MLP, GPTConfig, classification_loss, language_model_loss
 from meshwright.planner.codecs import GAIN, BucketCodecs
 from meshwright.planner.explicit import Ask, plan_layout
-from meshwright.planner.finalists import REFUSALS
 from meshwright.planner.foretell import foretell
 from meshwright.planner.inter_op.chain import chain_of
 from meshwright.planner.inter_op.layer_work import LayerPrices
+from meshwright.planner.inter_op.option import REFUSALS
 from meshwright.planner.inter_op.pipelines import ALIKE, Pipelines
 
 

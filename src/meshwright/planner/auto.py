@@ -19,8 +19,8 @@ from meshwright.ir.program import Lower
 from meshwright.planner.candidates import Only
 from meshwright.planner.checks import check_precision
 from meshwright.planner.codecs import AUTO, UNNAMED
-from meshwright.planner.finalists import REFUSALS
 from meshwright.planner.float8 import check_float8
+from meshwright.planner.inter_op.option import REFUSALS
 from meshwright.planner.layout_search import Search
 from meshwright.planner.time_limit import TimeLimit
 

@@ -39,10 +39,11 @@ class Space:
     ``schedules``: the schedules of layouts with stages. ``recompute``: the kinds of recomputation of stages, in the
     order of falling memory. ``zero``: the ZeRO stages that may save memory or time. ``unlike``: whether stages may
     differ in their ranks. ``fewest`` is the smallest number of micro-batches. ``batch_statistics``: as in ``Layout``.
-    ``holds`` decides whether a division of the ranks, given with one micro-batch, belongs to the space.
+    ``holds`` decides whether a division of the ranks, given with one micro-batch, belongs to the space. If stages
+    differ, it is asked for each stage, as if all stages were like this stage.
     """
 
-    schedules: tuple[ScheduleName, ...] = ("1f1b", *ZERO_BUBBLE, "interleaved")
+    schedules: tuple[ScheduleName, ...] = ("1f1b", *ZERO_BUBBLE, "interleaved", "gpipe")
     recompute: tuple[Recompute, ...] = RECOMPUTE
     zero: tuple[ZeroStage, ...] = ZERO_STAGES
     unlike: bool = True
@@ -53,6 +54,10 @@ class Space:
     def least(self, shape: Layout) -> Layout:
         """The division of the ranks with the least recomputation that the space allows."""
         return msgspec.structs.replace(shape, recompute=self.recompute[0], batch_statistics=self.batch_statistics)
+
+    def holds_stages(self, shape: Layout) -> bool:
+        """Whether a division of the ranks belongs to the space, whose stages may differ."""
+        return all(self.holds(shape.of_stage(number)) for number in range(shape.pp))
 
     def has(self, shape: Layout, only: Only) -> bool:
         """Whether a division of the ranks belongs to the space, and to a search with ``only``."""

@@ -23,11 +23,10 @@ from meshwright.ir.schedule import ActionKind, Schedule
 from meshwright.planner.candidates import Only, divisors
 from meshwright.planner.codecs import AUTO
 from meshwright.planner.explicit import Ask, plan_layout
-from meshwright.planner.finalists import REFUSALS
 from meshwright.planner.foretell import foretell
 from meshwright.planner.inter_op.chain import chain_of
 from meshwright.planner.inter_op.layer_work import LayerPrices
-from meshwright.planner.inter_op.option import Option
+from meshwright.planner.inter_op.option import REFUSALS, Option
 from meshwright.planner.inter_op.pipelines import Pipelines
 from meshwright.planner.reasons import alternative, needs_memory, smaller_batch
 from meshwright.planner.remedy import Change

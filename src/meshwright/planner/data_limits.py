@@ -17,11 +17,10 @@ from meshwright.ir.part import part_of
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import Lower
 from meshwright.planner.candidates import divisors
-from meshwright.planner.finalists import REFUSALS
 from meshwright.planner.foretell import foretell
 from meshwright.planner.inter_op.chain import chain_of
 from meshwright.planner.inter_op.layer_work import LayerPrices
-from meshwright.planner.inter_op.option import Option
+from meshwright.planner.inter_op.option import REFUSALS, Option
 from meshwright.planner.inter_op.pipelines import ALIKE, Pipelines
 
 LimitKind = Literal["batch", "memory", "communication", "computing", "none"]

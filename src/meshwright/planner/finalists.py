@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from meshwright.cost.optimizer import OptimizerCost
-from meshwright.errors import LayoutError, PlanError, ScheduleError
+from meshwright.errors import LayoutError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Float8Scaling, Layout
@@ -16,14 +16,12 @@ from meshwright.ir.program import Lower
 from meshwright.planner.codecs import AUTO
 from meshwright.planner.explicit import Ask, plan_layout
 from meshwright.planner.foretell import Foretold, foretell
-from meshwright.planner.inter_op.option import Option
+from meshwright.planner.inter_op.option import REFUSALS, Option
 from meshwright.planner.inter_op.pipelines import ALIKE
 from meshwright.planner.kept_blocks import keep_what_fits
 from meshwright.planner.reasons import complexity, nothing_fits
 from meshwright.planner.time_limit import TimeLimit
 
-REFUSALS = (LayoutError, PlanError, ScheduleError)
-"""Errors that mean that a layout is impossible for a model."""
 SURE = 2
 """The number of fastest options that are always simulated."""
 RECOMPUTING, NEARLY = 2, 1.1

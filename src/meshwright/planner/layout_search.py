@@ -33,17 +33,17 @@ from meshwright.planner.candidates import (
     shapes,
     variations,
 )
-from meshwright.planner.finalists import REFUSALS, Finalists, WholeModel
+from meshwright.planner.finalists import Finalists, WholeModel
 from meshwright.planner.inter_op.chain import chain_of
 from meshwright.planner.inter_op.layer_work import LayerPrices
-from meshwright.planner.inter_op.option import Option
+from meshwright.planner.inter_op.option import REFUSALS, Option
 from meshwright.planner.inter_op.pipelines import ALIKE, Pipelines
 from meshwright.planner.inter_op.recut import recut
 from meshwright.planner.lighter import Lighter, Sketch
 from meshwright.planner.queue import Entry, Queue
 from meshwright.planner.reasons import alternative, complexity, needs_memory
 from meshwright.planner.time_limit import TimeIsOverError, TimeLimit
-from meshwright.planner.unlike_stages import UnlikeStages
+from meshwright.planner.unlike_stages import NOT_ALL, UnlikeStages
 
 PLAYED = 6
 """The number of layouts that are compared by simulation. These are the layouts with the shortest estimates."""
@@ -372,11 +372,11 @@ class Search:
             smallest = sorted((each for _, each in self.too_large.values()), key=lambda option: option.peak_bytes)
             self.options = self.model.fitting_or_error(smallest[:PLAYED], self.refused)
         fitting = sorted(self.options, key=lambda option: (option.likely_s, complexity(option.layout)))
-        if self.space.unlike:
-            fitting = UnlikeStages(
-                self.cluster, self.world_size, self.lighter, self.of_chain, self.most_tp, self.only, self.memory_bytes,
-                self.clock, self.space,
-            ).options(fitting)  # fmt: skip
+        unlike = UnlikeStages(
+            self.cluster, self.world_size, self.lighter, self.of_chain, self.most_tp, self.only, self.memory_bytes,
+            self.clock, self.space,
+        )  # fmt: skip
+        fitting = unlike.options(fitting) if self.space.unlike else fitting
         played = PLAYED if self.whole else 0
         finalists = Finalists(self.model, fitting, played, self.clock, self.refused, self.pipelines.may_keep)
         best, plan, foretold = finalists.best()
@@ -387,7 +387,9 @@ class Search:
         lost = [alternative(option, winner) for option in sorted(others, key=lambda other: other.step_s)[:SHOWN]]
         nearest = sorted(self.too_large.values(), key=lambda each: each[0].step_s)[: SHOWN // 2]
         lost += [needs_memory(plain, self.limit, smallest) for plain, smallest in nearest]
-        if self.stopped or finalists.stopped:
+        if self.stopped or finalists.stopped or (unlike.stopped and self.clock.over):
             note = self.clock.stopped(self.weighed, self.count, len(finalists.real))
             plan = msgspec.structs.replace(plan, notes=(note, *plan.notes))
+        elif unlike.stopped:
+            plan = msgspec.structs.replace(plan, notes=(*plan.notes, NOT_ALL))
         return msgspec.structs.replace(plan, alternatives=tuple(lost), prediction=foretold.prediction)

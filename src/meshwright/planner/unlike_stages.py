@@ -3,23 +3,22 @@
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import msgspec
 import numpy as np
 
-from meshwright.cost.occupancy import room_of
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.layout import Layout
 from meshwright.ir.layout_text import layout_text
-from meshwright.ir.pipeline import CHUNKED, ScheduleName
+from meshwright.ir.pipeline import CHUNKED
+from meshwright.ir.plan import Note
 from meshwright.ir.program import Lower
 from meshwright.planner.candidates import EVERYTHING, Only, Space, divisors
-from meshwright.planner.finalists import REFUSALS
 from meshwright.planner.inter_op.balance import balanced, busiest
-from meshwright.planner.inter_op.best_first import MOST_RANKS, BestFirst
-from meshwright.planner.inter_op.option import Option
+from meshwright.planner.inter_op.best_first import MOST_MICROBATCHES, MOST_RANKS, BestFirst
+from meshwright.planner.inter_op.option import REFUSALS, Option
 from meshwright.planner.inter_op.pipelines import Pipelines
 from meshwright.planner.inter_op.recut import Recut
 from meshwright.planner.inter_op.rounds import passes, simulated_s
@@ -30,15 +29,20 @@ from meshwright.planner.time_limit import TimeLimit
 
 AKIN = 3
 """The number of fastest layouts from which such options are made."""
-MOST_UNEQUAL, MOST_MICROBATCHES = 128, 64
-"""The largest number of ranks, and of micro-batches, for which stages with different numbers of ranks are
-considered."""
+MOST_UNEQUAL = 128
+"""The largest number of ranks for which stages with different numbers of ranks are considered."""
+NOT_ALL = Note(
+    module="(stages)", split="not all were compared",
+    reason="stages with other numbers of ranks may be faster: their search ended at a limit on its work",
+)  # fmt: skip
+"""The note in a plan if the search for stages with any numbers of ranks ended before its time."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class UnlikeStages:
     """Finds options whose stages differ. ``lower`` lowers the graph of the chain of layers. The other fields have the
-    same meaning as in the search."""
+    same meaning as in the search. ``stopped``: not all stages that could be the fastest were compared
+    (``BestFirst.stopped``)."""
 
     cluster: Cluster
     world_size: int
@@ -49,16 +53,21 @@ class UnlikeStages:
     memory_bytes: float | None
     clock: TimeLimit
     space: Space = EVERYTHING
+    stopped: bool = field(default=False, init=False)
 
     def options(self, fastest: Sequence[Option]) -> list[Option]:
         """``fastest``, the options of the search with the fastest first, and others that may be faster, sorted again.
-        Of options with equal layouts, the fastest is kept. Pipelines that were compared by simulation replace
-        estimates."""
+        Of options with equal layouts, the fastest is kept. A pipeline that was compared by simulation replaces an
+        estimate if it is no slower in the simulation."""
         cut = [] if self.cluster.homogeneous else self._cut_for_devices(fastest)
         options = [*fastest, *self._uneven(fastest[:AKIN]), *cut, *self._unequal(fastest[:AKIN])]
         options.sort(key=lambda option: option.likely_s)
         simulated = self._best_first(options[0])
-        named = {option.name: option for option in [*reversed(options), *simulated]}
+        named = {option.name: option for option in reversed(options)}
+        for option in simulated:
+            known = named.get(option.name)
+            if known is None or option.step_s <= simulated_s(known.layout, known.work, self.cluster):
+                named[option.name] = option
         return sorted(named.values(), key=lambda option: option.likely_s)
 
     @cached_property
@@ -87,7 +96,8 @@ class UnlikeStages:
             ranks, works = layout.dp * layout.feature_ranks, {}
             for dp in divisors(ranks):
                 own = msgspec.structs.replace(layout, dp=dp, tp=ranks // dp, recompute=self.pipelines.kinds[0])
-                if self.batch % (dp * layout.microbatches) == 0 and own.feature_ranks <= self.most_tp:
+                holds = self.space.holds(Layout(dp=dp, tp=ranks // dp, pp=layout.pp))
+                if holds and self.batch % (dp * layout.microbatches) == 0 and own.feature_ranks <= self.most_tp:
                     with suppress(*REFUSALS):
                         works[own.dp, own.feature_ranks] = self.pipelines.prices.of(own)
             uneven = self.pipelines.uneven(option, works) if len(works) > 1 else None
@@ -160,7 +170,7 @@ class UnlikeStages:
             pipelines = homes[rank].pipelines
             works.append(pipelines.prices.of(msgspec.structs.replace(layout, recompute=kind)))
             busy.append(pipelines.busy_s(layout, works[-1]))
-        limits = [self.memory_bytes or room_of(self.cluster, home.ranks) for home in homes]
+        limits = [self.homes.limit_bytes(home.ranks) for home in homes]
         anew = Recut(self.pipelines, self.cluster, option, works, limits)
         for stages in (balanced([stage.start for stage in anew.before], places, busy), anew.before):
             best_option = anew.best(stages)
@@ -178,25 +188,26 @@ class UnlikeStages:
             plain = [option.layout for option in fastest if option.layout.pp > 1 and option.layout.is_plain]
             counts = sorted({layout.microbatches for layout in plain if not layout.zero})
         else:
-            counts = [count for count in divisors(self.batch) if 1 < count <= MOST_MICROBATCHES]
+            fewest = max(2, self.space.fewest)
+            counts = [count for count in divisors(self.batch) if fewest <= count <= MOST_MICROBATCHES]
         if self.world_size > MOST_UNEQUAL or not counts:
             return
         self.clock.say("simulating unequal stages")
-        unequal = UnequalStages(
-            self.homes, self.batch, self.lighter.zeros, self._whole_stages, known_only=alike,
-            most_ranks=self._most_ranks,
-        )  # fmt: skip
+        space = self._with_one_chunk
+        unequal = UnequalStages(self.homes, self.batch, space, known_only=alike, most_ranks=self._most_ranks)
         yield from (option for option in unequal.options(counts) if not alike or option.layout.stage_sizes)
 
     def _best_first(self, best: Option) -> list[Option]:
         """On few ranks: options with any stages, if they may be faster than ``best`` or as fast."""
         few = 1 < self.world_size <= MOST_RANKS
-        if self.only == "intra" or not few or not self._whole_stages or self.clock.over:
+        space = self._with_one_chunk
+        if self.only == "intra" or not few or not space.schedules or self.clock.over:
             return []
         self.clock.say("simulating stages with any numbers of ranks")
-        space = replace(self.space, schedules=self._whole_stages)
         search = BestFirst(self.homes, self.batch, space, self.clock, most_tp=self.most_tp, most_ranks=self._most_ranks)
-        return search.options(simulated_s(best.layout, best.work, self.cluster))
+        options = search.options(simulated_s(best.layout, best.work, self.cluster))
+        self.stopped = search.stopped
+        return options
 
     @property
     def _most_ranks(self) -> int:
@@ -204,7 +215,8 @@ class UnlikeStages:
         return 1 if self.only == "inter" else self.world_size
 
     @property
-    def _whole_stages(self) -> tuple[ScheduleName, ...]:
-        """The schedules with one stage for each rank. On unequal stages, ``gpipe`` may be faster than ``1f1b``."""
-        names = [name for name in self.space.schedules if name not in CHUNKED and name != "message-driven"]
-        return tuple(dict.fromkeys([*names, "gpipe"])) if "1f1b" in names else tuple(names)
+    def _with_one_chunk(self) -> Space:
+        """The space without schedules with several stages for each rank. On unequal stages, ``gpipe`` may be faster
+        than ``1f1b``."""
+        names = (name for name in self.space.schedules if name not in CHUNKED and name != "message-driven")
+        return replace(self.space, schedules=tuple(names))

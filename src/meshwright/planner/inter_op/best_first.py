@@ -2,38 +2,40 @@
 
 The dynamic program of ``stages`` minimizes a sum of two terms, which is not always the order of simulated steps. On few
 ranks, all pipelines can be compared by simulation: a pipeline is grown stage by stage, always the one with the smallest
-lower bound first, and a pipeline whose bound exceeds the shortest simulated step is never made. Bounds need no prices
-(``stage_bounds``).
+lower bound first. Pipelines are left out if their bound exceeds the shortest simulated step by more than ``ALIKE``.
+Bounds need few prices: those of one rank, wherever it lies (``stage_bounds``).
 """
 
 import heapq
 import itertools
-import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.errors import LayoutError, PlanError
 from meshwright.ir.layout import Layout
 from meshwright.ir.layout_text import layout_text
 from meshwright.ir.pipeline import ScheduleName
 from meshwright.planner.candidates import Space, divisors
-from meshwright.planner.inter_op.option import Option
+from meshwright.planner.inter_op.option import REFUSALS, Option
 from meshwright.planner.inter_op.pipelines import ALIKE
 from meshwright.planner.inter_op.rounds import LONG, fill_of, passes
-from meshwright.planner.inter_op.stage_bounds import PlacedStage, StageBounds
-from meshwright.planner.inter_op.stage_homes import REFUSED, PlacedPipeline, StageHomes, of_sizes, stage_layout
-from meshwright.planner.time_limit import TimeLimit
+from meshwright.planner.inter_op.stage_bounds import PipelineBound, PlacedStage, StageBounds
+from meshwright.planner.inter_op.stage_homes import PlacedPipeline, StageHomes, of_sizes, stage_layout
+from meshwright.planner.time_limit import TimeIsOverError, TimeLimit
 from meshwright.schedules.pipeline import least_microbatches
 
 MOST_RANKS = 8
 """The largest number of ranks for which pipelines are searched in this way."""
+MOST_MICROBATCHES = 64
+"""The largest number of micro-batches for which stages with different numbers of ranks are considered."""
 MOST_GROWN, MOST_SIMULATED, MOST_PRICED = 15_000, 2_500, 2_500
 """Limits on the work of a search: stages that are added, micro-batches that simulated stages compute, and operators of
-layers that are priced. Small models stay below these limits."""
+layers that are priced for whole pipelines. Prices for bounds do not count: there is one layout for each kind of place.
+Small models stay below these limits."""
 SHOWN = 8
 """The number of layouts that a search returns."""
 
@@ -49,10 +51,10 @@ class _Run(NamedTuple):
     passes: tuple[str, ...]
 
     @classmethod
-    def of(cls, microbatches: int, *schedules: ScheduleName) -> "_Run":
-        """Pipelines with these schedules."""
-        layout = Layout(pp=2, microbatches=microbatches, schedule=schedules[0])
-        return cls(microbatches, schedules, min(fill_of(layout), microbatches), passes(layout))
+    def of(cls, microbatches: int, schedule: ScheduleName) -> "_Run":
+        """Pipelines with this schedule."""
+        layout = Layout(pp=2, microbatches=microbatches, schedule=schedule)
+        return cls(microbatches, (schedule,), fill_of(layout), passes(layout))
 
 
 class _Node(NamedTuple):
@@ -72,7 +74,8 @@ class BestFirst:
     """Finds the pipelines with the shortest simulated steps.
 
     Stages have neighbouring ranks, any layers, and any dp and tp of at most ``most_tp``. ``most_ranks`` limits the
-    ranks of a stage. Of ``space``, the schedules must have one chunk.
+    ranks of a stage. Of ``space``, the schedules must have one chunk. ``stopped``: the search ended at a limit on its
+    work, or at the time limit, before it had compared all pipelines that could be the fastest.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class BestFirst:
         self.chain, self.world_size = homes.of_all.chain, homes.world_size
         self.bounds = StageBounds(homes, space)
         self.grown = self.simulated = self.priced = 0
+        self.stopped = False
         self._numbers = itertools.count()
         self._heap: list[_Node] = []
         self._rests: dict[_Run, _Floats] = {}
@@ -102,12 +106,21 @@ class BestFirst:
 
     def pipelines(self, best_s: float) -> Iterator[PlacedPipeline]:
         """Yield the pipelines that fit in memory, in the order of their lower bounds. ``best_s`` is the step of the
-        best known layout. Pipelines whose lower bound is longer by more than ``ALIKE``, or longer by as much than a
-        pipeline before them, are left out: programs of the whole model decide between those that remain."""
-        most_s = (1 + ALIKE) * best_s
+        best known layout. The search ends when all bounds are longer than the shortest step by more than ``ALIKE``:
+        programs of the whole model decide between the pipelines before."""
+        try:
+            yield from self._by_bounds((1 + ALIKE) * best_s)
+        except TimeIsOverError:
+            self.stopped = True
+
+    def _by_bounds(self, most_s: float) -> Iterator[PlacedPipeline]:
         for run in self._runs():
-            self._push(0.0, run, (), 0.0)
-        while self._heap and self._heap[0].bound_s < most_s and not self._exhausted:
+            self._push(run.microbatches * self._rest(run)[0] / self.world_size, run, (), 0.0)
+        while self._heap and self._heap[0].bound_s < most_s:
+            self.clock.check()
+            if self._exhausted:
+                self.stopped = True
+                return
             node = heapq.heappop(self._heap)
             if node.layout is None:
                 self._grow(node, most_s)
@@ -119,12 +132,12 @@ class BestFirst:
 
     @property
     def _exhausted(self) -> bool:
-        done = self.grown > MOST_GROWN or self.simulated >= MOST_SIMULATED or self.priced >= MOST_PRICED
-        return done or self.clock.over
+        return self.grown >= MOST_GROWN or self.simulated >= MOST_SIMULATED or self.priced >= MOST_PRICED
 
     def _runs(self) -> Iterator[_Run]:
         """All numbers of micro-batches, with all groups of schedules."""
-        for microbatches in (number for number in divisors(self.batch_size) if number >= self.space.fewest):
+        every = divisors(self.batch_size)
+        for microbatches in (number for number in every if self.space.fewest <= number <= MOST_MICROBATCHES):
             runs: dict[object, _Run] = {}
             for name in self.space.schedules:
                 if microbatches >= least_microbatches(name, 2):
@@ -155,23 +168,23 @@ class BestFirst:
                 continue
             lasts = range(first, count - 1) if left else range(count - 1, count)
             for dp, tp in self._divisions(len(ranks), run.microbatches):
+                self.clock.check()
                 bounds = self.bounds.of(ranks, dp, tp, run.microbatches, run.passes)
                 uniform = self.bounds.uniform((*((stage.dp, stage.tp) for stage in node.stages), (dp, tp)))
                 for last in lasts:
                     self.grown += 1
                     placed = PlacedStage(first, last, ranks, dp, tp)
-                    seconds = self.bounds.stage_s(bounds, placed, uniform=uniform)
-                    once = self.bounds.once_s(bounds, placed, max(self.zeros) if self._divides else 0)
-                    bound_s = max(node.bound_s, run.microbatches * seconds + max(once, node.filled_s))
+                    after = self.bounds.followed(
+                        PipelineBound(node.bound_s, node.filled_s), bounds, placed, run.microbatches, run.fill,
+                        max(self.zeros) if self._divides else 0, uniform=uniform, sums=not self._divides,
+                    )  # fmt: skip
+                    bound_s = after.step_s
+                    if left:
+                        bound_s = max(bound_s, run.microbatches * rest[last + 1] / left + after.filled_s)
                     if bound_s >= most_s:
                         continue
-                    filled_s = node.filled_s + run.fill * (
-                        seconds + self.bounds.hidden_s(bounds, placed, uniform=uniform)
-                    )
                     if left:
-                        bound_s = max(bound_s, run.microbatches * rest[last + 1] / left + filled_s)
-                        if bound_s < most_s:
-                            self._push(bound_s, run, (*node.stages, placed), filled_s)
+                        self._push(bound_s, run, (*node.stages, placed), after.filled_s)
                     else:
                         self._finish(run, (*node.stages, placed))
 
@@ -180,7 +193,7 @@ class BestFirst:
         follow if these do not fit. On equal stages, ``gpipe`` takes as long as ``1f1b``."""
         sizes = [(stage.dp, stage.tp) for stage in stages]
         several, shape = max(dp for dp, _ in sizes) > 1, of_sizes(self.space.least(Layout()), sizes)
-        for name in run.schedules if self.space.holds(shape) else ():
+        for name in run.schedules if self.space.holds_stages(shape) else ():
             if run.microbatches < least_microbatches(name, len(stages)) or (name == "gpipe" and not shape.stage_sizes):
                 continue
             layout = msgspec.structs.replace(shape, microbatches=run.microbatches, schedule=name)
@@ -196,15 +209,15 @@ class BestFirst:
         run = _Run.of(layout.microbatches, layout.schedule)
         mesh, each = layout.mesh(), [layout.of_stage(number) for number in range(layout.pp)]
         uniform = self.bounds.uniform([(own.dp, own.feature_ranks) for own in each])
-        bound_s = filled_s = 0.0
+        bound = PipelineBound()
         for number, (own, layers) in enumerate(zip(each, stages, strict=True)):
             stage = PlacedStage(layers.start, layers.stop - 1, mesh.stage_ranks(number), own.dp, own.feature_ranks)
             zero = own.zero if own.dp > 1 else 0
             bounds = self.bounds.of(stage.ranks, stage.dp, stage.tp, run.microbatches, run.passes, zero)
-            seconds, once = self.bounds.stage_s(bounds, stage, uniform=uniform), self.bounds.once_s(bounds, stage, zero)
-            bound_s = max(bound_s, run.microbatches * seconds + max(once, filled_s))
-            filled_s += run.fill * (seconds + self.bounds.hidden_s(bounds, stage, uniform=uniform))
-        return bound_s
+            bound = self.bounds.followed(
+                bound, bounds, stage, run.microbatches, run.fill, zero, uniform=uniform
+            )  # fmt: skip
+        return bound.step_s
 
     def _divisions(self, ranks: int, microbatches: int) -> Iterator[tuple[int, int]]:
         for dp in divisors(ranks):
@@ -218,13 +231,23 @@ class BestFirst:
         for number, stage in enumerate(node.stages):
             own, prices = stage_layout(layout, number, self.homes.of_all.kinds[0]), self.homes.of(stage.ranks).prices
             if not prices.knows(own):
-                self.priced += len(self.chain.graph.operators)
+                self.clock.check()
                 self.bounds.clear()
             try:
-                prices.of(own)
-            except (LayoutError, PlanError):
+                with self._counted():
+                    prices.of(own)
+            except REFUSALS:
                 return
         self._push_whole(node.run, node.stages, layout, priced=True)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Count the operators that are priced meanwhile."""
+        before = self.homes.num_lowered
+        try:
+            yield
+        finally:
+            self.priced += (self.homes.num_lowered - before) * len(self.chain.graph.operators)
 
     def _simulate(self, node: _Node, layout: Layout) -> PlacedPipeline | None:
         """A whole pipeline with its simulated step. If it fits only with recomputation, or not at all, the next ZeRO
@@ -232,8 +255,9 @@ class BestFirst:
         self.simulated += layout.pp * min(layout.microbatches, LONG * layout.pp)
         ranges = [range(stage.first, stage.last + 1) for stage in node.stages]
         try:
-            placed = self.homes.lightest(layout, ranges)
-        except REFUSED:
+            with self._counted():
+                placed = self.homes.lightest(layout, ranges)
+        except REFUSALS:
             return None
         plainly = placed is not None and set(placed.recompute) == {self.homes.of_all.kinds[0]}
         several = max(stage.dp for stage in node.stages) > 1
@@ -245,13 +269,12 @@ class BestFirst:
     def _rest(self, run: _Run) -> _Floats:
         """[i]: a lower bound on the device-seconds of the layers from i on, for one micro-batch."""
         if run not in self._rests:
-            every = [
-                len(ranks) * np.diff(self.bounds.of(ranks, dp, tp, run.microbatches, run.passes).before)
-                for start in range(self.world_size)
-                for ranks in (range(start, stop) for stop in range(start + 1, self.world_size + 1))
-                if len(ranks) <= self.most_ranks
-                for dp, tp in self._divisions(len(ranks), run.microbatches)
-            ]
-            least = np.min(every, axis=0) if every else np.full(len(self.chain.layers), math.inf)
+            every, starts = [], range(self.world_size)
+            for ranks in (range(start, stop + 1) for start in starts for stop in starts[start:]):
+                for dp, tp in self._divisions(len(ranks), run.microbatches) if len(ranks) <= self.most_ranks else ():
+                    self.clock.check()
+                    bounds = self.bounds.of(ranks, dp, tp, run.microbatches, run.passes)
+                    every.append(len(ranks) * np.diff(bounds.before))
+            least = np.min(every, axis=0)
             self._rests[run] = np.append(np.cumsum(least[::-1])[::-1], 0.0)
         return self._rests[run]

@@ -74,6 +74,7 @@ class LayerPrices:
         self._known: dict[bytes, LayerWorks | MeshwrightError] = {}
         self._singles: dict[bytes, tuple[Layout, bytes]] = {}  # layout -> its pipeline of single layers, with its key
         self._kins: dict[bytes, bytes] = {}
+        self.num_lowered = 0
         self._spent_s = 0.0
         self._workers: PriceWorkers | None = None
         self._ahead: dict[bytes, LayerWorks] = {}  # priced while a worker computed the price of another layout
@@ -248,6 +249,7 @@ class LayerPrices:
     def _worked_out(self, singles: Sequence[Layout]) -> list[LayerWorks]:
         """The works of layouts that differ only in recomputation."""
         first, *others = singles
+        self.num_lowered += len(singles)
         plan = plan_layout(self.chain.graph, first, world_size=first.num_ranks, cluster=self.cluster, ask=self._ask)
         plans = [plan, *(recomputing(plan, self.chain.graph, other.recompute) for other in others)]
         programs = self.lower.variants(plans)

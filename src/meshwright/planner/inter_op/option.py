@@ -5,8 +5,12 @@ import msgspec
 from meshwright.cost.closed_form import Predicted
 from meshwright.cost.occupancy import RankMemory
 from meshwright.cost.work import StepWork
+from meshwright.errors import LayoutError, PlanError, ScheduleError
 from meshwright.ir.layout import Layout, Recompute
 from meshwright.ir.layout_text import layout_text
+
+REFUSALS = (LayoutError, PlanError, ScheduleError)
+"""Errors that mean that a layout is impossible for a model."""
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,5 +1,6 @@
 """Lower bounds on the seconds of stages, wherever they lie, also before their layers are priced."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -8,13 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost.closed_form import collective_s, pieces_s
+from meshwright.cost.collective import Network
 from meshwright.cost.work import Communicate, Compute, Piece
 from meshwright.ir.layout import Layout
 from meshwright.ir.schedule import ActionKind
 from meshwright.planner.candidates import Space
 from meshwright.planner.inter_op.assemble import is_sum
+from meshwright.planner.inter_op.option import REFUSALS
 from meshwright.planner.inter_op.pipelines import LEAST, Pipelines
-from meshwright.planner.inter_op.stage_homes import REFUSED, StageHomes
+from meshwright.planner.inter_op.stage_homes import StageHomes
 from meshwright.planner.inter_op.works import LayerWorks
 
 IMPOSSIBLE_S = 1e15
@@ -31,6 +34,14 @@ class PlacedStage(NamedTuple):
     ranks: range
     dp: int
     tp: int
+
+
+class PipelineBound(NamedTuple):
+    """Lower bounds for all pipelines that begin with the same stages: the seconds of a step (``step_s``), and the
+    seconds for which the later stages wait for these stages (``filled_s``)."""
+
+    step_s: float = 0.0
+    filled_s: float = 0.0
 
 
 class LayerBounds(NamedTuple):
@@ -57,51 +68,71 @@ class StageBounds:
     def __init__(self, homes: StageHomes, space: Space) -> None:
         self.homes, self.space = homes, space
         self.chain, self.world_size = homes.of_all.chain, homes.world_size
+        self.network = Network(homes.cluster)
         self._known: dict[object, LayerBounds] = {}
-        self._links: dict[int, tuple[float, float]] = {}
+        self._links: dict[int, set[tuple[float, float]]] = {}
 
     def clear(self) -> None:
         """Forget all bounds, because more divisions are priced."""
         self._known.clear()
 
-    def stage_s(self, bounds: LayerBounds, stage: PlacedStage, *, uniform: bool) -> float:
+    def followed(
+        self, before: PipelineBound, bounds: LayerBounds, stage: PlacedStage, microbatches: int, fill: float, zero: int,
+        *, uniform: bool, sums: bool = True,
+    ) -> PipelineBound:  # fmt: skip
+        """The bound if one more stage follows: T >= m s_k + max(o_k, f (s_0 + ... + s_{k-1})), with the ``fill`` f, the
+        seconds s of a stage for one of m micro-batches, and its seconds o once a step.
+
+        ``zero`` is the largest ZeRO stage that the pipelines may have. If ``sums`` is not set, sums of gradients do not
+        count: ZeRO replaces them by other collectives, which may be faster where times are measured.
+        """
+        seconds, once = self._stage_s(bounds, stage, uniform=uniform), self._once_s(bounds, stage, zero, sums=sums)
+        step_s = max(before.step_s, microbatches * seconds + max(once, before.filled_s))
+        return PipelineBound(
+            step_s, before.filled_s + fill * (seconds + self._hidden_s(bounds, stage, uniform=uniform))
+        )
+
+    def _stage_s(self, bounds: LayerBounds, stage: PlacedStage, *, uniform: bool) -> float:
         """A lower bound on the seconds of a stage for one micro-batch. On a CPU, its messages take its time."""
         seconds = max(float(each[stage.last + 1] - each[stage.first]) for each in (bounds.before, bounds.launches))
         if not self.homes.of_all.overlaps:
-            seconds += self._send_s(bounds.up[stage.last], stage.ranks.stop, uniform=uniform)
-            seconds += self._send_s(bounds.down[stage.first], stage.ranks.start, uniform=uniform)
+            seconds += self._send_s(bounds.up[stage.last], stage.ranks, stage.ranks.stop, uniform=uniform)
+            seconds += self._send_s(bounds.down[stage.first], stage.ranks, stage.ranks.start, uniform=uniform)
         return seconds
 
-    def hidden_s(self, bounds: LayerBounds, stage: PlacedStage, *, uniform: bool) -> float:
+    def _hidden_s(self, bounds: LayerBounds, stage: PlacedStage, *, uniform: bool) -> float:
         """The seconds of the message after a stage, if the stage computes meanwhile."""
         overlaps = self.homes.of_all.overlaps
-        return self._send_s(bounds.up[stage.last], stage.ranks.stop, uniform=uniform) if overlaps else 0.0
+        return self._send_s(bounds.up[stage.last], stage.ranks, stage.ranks.stop, uniform=uniform) if overlaps else 0.0
 
     def uniform(self, sizes: Sequence[tuple[int, int]]) -> bool:
         """Whether messages may be those between equal stages on equal devices, which the cost model prices by the
         distance of their ranks, wherever these lie."""
         return self.homes.cluster.homogeneous and len(set(sizes)) == 1
 
-    def _send_s(self, num_bytes: float, border: int, *, uniform: bool) -> float:
-        """The least seconds of a message between the ranks before and from ``border`` on; if ``uniform``, between any
-        two ranks."""
+    def _send_s(self, num_bytes: float, ranks: range, border: int, *, uniform: bool) -> float:
+        """The least seconds of a message of these ranks over the border between the ranks before and from ``border``
+        on; if ``uniform``, also of a message over the distance of equal stages, which may be measured."""
         if not num_bytes or not 0 < border < self.world_size:
             return 0.0
-        borders = range(1, self.world_size) if uniform else (border,)
-        return min(alpha_s + num_bytes * beta for alpha_s, beta in map(self._link, borders))
+        seconds = min(alpha_s + num_bytes * beta for alpha_s, beta in self._joining(border))
+        return min(seconds, self.network.send_s(num_bytes, len(ranks))) if uniform else seconds
 
-    def _link(self, border: int) -> tuple[float, float]:
-        """Latency and seconds per byte of the links between the ranks before and from ``border`` on."""
+    def _joining(self, border: int) -> set[tuple[float, float]]:
+        """Latency and seconds per byte of all levels that join a rank before ``border`` and a rank from it on."""
         if border not in self._links:
-            level = self.homes.cluster.level_of(border - 1, border)
-            self._links[border] = level.alpha_s, level.shared_beta_s_per_byte(1) / level.ring_fraction(2)
+            pairs = itertools.product(range(border), range(border, self.world_size))
+            levels = [self.homes.cluster.level_of(*pair) for pair in pairs]
+            self._links[border] = {
+                (level.alpha_s, level.shared_beta_s_per_byte(1) / level.ring_fraction(2)) for level in levels
+            }
         return self._links[border]
 
-    def once_s(self, bounds: LayerBounds, stage: PlacedStage, zero: int) -> float:
-        """A lower bound on the seconds of a stage after its last micro-batch: sums of gradients, if no kernels hide
-        them, and the update."""
-        update, sums = (float(each[stage.last + 1] - each[stage.first]) for each in (bounds.update, bounds.sums))
-        return update / (stage.dp if zero else 1) + (sums + bounds.latency_s if sums else 0.0)
+    def _once_s(self, bounds: LayerBounds, stage: PlacedStage, zero: int, *, sums: bool) -> float:
+        """A lower bound on the seconds of a stage after its last micro-batch: the update and, with ``sums``, sums of
+        gradients, if no kernels hide them."""
+        update, summing = (float(each[stage.last + 1] - each[stage.first]) for each in (bounds.update, bounds.sums))
+        return update / (stage.dp if zero else 1) + (summing + bounds.latency_s if sums and summing else 0.0)
 
     def of(
         self, ranks: range, dp: int, tp: int, microbatches: int, kinds: tuple[str, ...], zero: int = 0
@@ -114,7 +145,7 @@ class StageBounds:
             own = msgspec.structs.replace(plain, zero=zero)
             try:
                 self._known[key] = self._bounded(home, own, kinds)
-            except REFUSED:  # known to be impossible; or nothing is known, because the batch is not divided
+            except REFUSALS:  # known to be impossible; or nothing is known, because the batch is not divided
                 impossible = home.prices.knows(plain)
                 self._known[key] = _constant_bounds(len(self.chain.layers), IMPOSSIBLE_S if impossible else 0.0)
         return self._known[key]
@@ -169,7 +200,8 @@ class StageBounds:
     def _single(self, home: Pipelines, own: Layout) -> tuple[LayerWorks, float]:
         """Works on a single rank, and the size of a micro-batch of ``own`` on a rank as a fraction of theirs."""
         parts = own.microbatches * own.dp
-        alone = msgspec.structs.replace(own, dp=1, tp=1, zero=0, microbatches=max(2, parts))
+        least = 1 if self.chain.graph.batch_size % 2 else 2
+        alone = msgspec.structs.replace(own, dp=1, tp=1, zero=0, microbatches=max(least, parts))
         works, part = home.prices.larger(alone)
         return works, part * alone.microbatches / parts
 

@@ -12,7 +12,6 @@ from meshwright.cost.crossing import Crossed
 from meshwright.cost.fabric import Fabric
 from meshwright.cost.occupancy import box_of, num_peers, peak_memory, room_of
 from meshwright.cost.work import StepWork
-from meshwright.errors import LayoutError, PlanError, ScheduleError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.layout import RECOMPUTE, Layout, Recompute
 from meshwright.ir.mesh import Mesh
@@ -25,9 +24,6 @@ from meshwright.planner.inter_op.pipelines import Pipelines
 from meshwright.planner.inter_op.rounds import periods, simulated_s
 from meshwright.planner.inter_op.works import LayerWorks
 from meshwright.planner.receivers import cheapest
-
-REFUSED = (LayoutError, PlanError, ScheduleError)
-"""Errors that mean that a stage is impossible."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +86,11 @@ class StageHomes:
                 part = part_of(part_of(self.cluster, pool), inside)
             self._homes[ranks] = self._priced_on(part)
         return self._homes[ranks]
+
+    @property
+    def num_lowered(self) -> int:
+        """The number of layouts whose layers have been lowered for their prices, on all ranks together."""
+        return sum(home.prices.num_lowered for home in (self.of_all, *self._known.values()))
 
     def _priced_on(self, part: Cluster) -> Pipelines:
         if part == self.of_all.cluster:
@@ -170,8 +171,12 @@ class StageHomes:
         return [
             rank.rank
             for rank in peak_memory(work, schedule)
-            if rank.peak_bytes > (self.memory_bytes or room_of(self.cluster, mesh.stage_ranks(rank.rank), peers))
+            if rank.peak_bytes > self.limit_bytes(mesh.stage_ranks(rank.rank), peers)
         ]
+
+    def limit_bytes(self, ranks: range, peers: int | None = None) -> float:
+        """The memory limit of each of these ranks. ``peers``: as in ``room_of``."""
+        return room_of(self.cluster, ranks, peers) if self.memory_bytes is None else self.memory_bytes
 
 
 def stage_layout(layout: Layout, stage: int, recompute: Recompute) -> Layout:
@@ -194,8 +199,8 @@ def with_transfers(work: StepWork, fabric: Fabric, up_bytes: Sequence[int], down
     stages = list(work.stages)
     for number in range(len(stages) - 1):
         for source, target, size, sent, kinds in (
-            (number, number + 1, up_bytes[number], "sent_up_bytes", "F"),
-            (number + 1, number, down_bytes[number + 1], "sent_down_bytes", "BI"),
+            (number, number + 1, up_bytes[number], "sent_up_bytes", ("F",)),
+            (number + 1, number, down_bytes[number + 1], "sent_down_bytes", ("B", "I")),
         ):
             _, crossing = cheapest(fabric, source, target, [_batch(fabric.mesh, source, target, size)])
             stages[source] = msgspec.structs.replace(stages[source], **{sent: crossing.sent_bytes})

@@ -13,15 +13,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.cost.occupancy import room_of
 from meshwright.cost.work import Compute
 from meshwright.ir.layout import Layout, Recompute, ZeroStage
 from meshwright.ir.pipeline import ScheduleName
 from meshwright.ir.schedule import ActionKind
-from meshwright.planner.candidates import divisors
-from meshwright.planner.inter_op.option import Option
+from meshwright.planner.candidates import Space, divisors
+from meshwright.planner.inter_op.option import REFUSALS, Option
 from meshwright.planner.inter_op.pipelines import ALIKE, Pipelines
-from meshwright.planner.inter_op.stage_homes import REFUSED, StageHomes, of_sizes
+from meshwright.planner.inter_op.stage_homes import StageHomes, of_sizes
 from meshwright.planner.inter_op.stage_prices import Assignment, StagePrices, Submesh
 from meshwright.planner.inter_op.stages import assign_stages
 from meshwright.planner.inter_op.works import LayerWorks
@@ -52,17 +51,16 @@ class UnequalStages:
     """Finds the fastest pipelines over the pools of ``homes``, which together are the whole cluster.
 
     If ``known_only`` is set, only divisions of stages that are already priced are considered. A stage has at most
-    ``most_ranks`` ranks. ``zeros`` and ``schedules`` are the allowed ZeRO stages and schedules with one chunk.
+    ``most_ranks`` ranks. Of ``space``, the schedules must have one chunk.
     """
 
     def __init__(
-        self, homes: StageHomes, batch_size: int, zeros: Sequence[ZeroStage], schedules: Sequence[ScheduleName],
-        *, known_only: bool = False, most_ranks: int,
-    ) -> None:  # fmt: skip
+        self, homes: StageHomes, batch_size: int, space: Space, *, known_only: bool = False, most_ranks: int
+    ) -> None:
         self.homes, self.pools, self.batch_size = homes, homes.pools, batch_size
-        self.zeros, self.schedules, self.known_only = zeros, schedules, known_only
+        self.space, self.zeros, self.known_only = space, space.zero, known_only
         self.chain = homes.of_all.chain
-        self.limits = [homes.memory_bytes or room_of(homes.cluster, pool.ranks) for pool in self.pools]
+        self.limits = [homes.limit_bytes(pool.ranks) for pool in self.pools]
         self.submeshes = [
             Submesh.of(number, devices)
             for number, pool in enumerate(self.pools)
@@ -76,7 +74,7 @@ class UnequalStages:
         candidates = [candidate for count in microbatches if (candidate := self._fastest(count)) is not None]
         candidates.sort(key=lambda candidate: candidate.assignment.step_s)
         for candidate in candidates[:SIMULATED]:
-            for schedule in self.schedules:
+            for schedule in self.space.schedules:
                 if candidate.microbatches < least_microbatches(schedule, len(candidate.assignment.stages)):
                     continue
                 option = self._option(candidate, schedule, candidate.zero)
@@ -114,18 +112,24 @@ class UnequalStages:
         pool = self.pools[submesh.pool]
         for dp in divisors(submesh.devices):
             tp = submesh.devices // dp
-            if self.batch_size % (dp * microbatches) or tp > pool.box:
+            if self.batch_size % (dp * microbatches) or tp > pool.box or not self._may_hold(dp, tp):
                 continue
             for kind in kinds:
-                layout = Layout(dp=dp, tp=tp, pp=2, microbatches=microbatches, recompute=kind)
+                plain = self.space.least(Layout(dp=dp, tp=tp, pp=2, microbatches=microbatches))
+                layout = msgspec.structs.replace(plain, recompute=kind)
                 if self.known_only and not pool.pipelines.prices.knows(layout):
                     continue
                 try:
                     works = pool.pipelines.prices.of(layout)
-                except REFUSED:
+                except REFUSALS:
                     continue
                 divided = msgspec.structs.replace(layout, zero=zero if dp > 1 else 0)
                 yield _Variant(dp, tp, kind, pool.pipelines.divided(works, divided))
+
+    def _may_hold(self, dp: int, tp: int) -> bool:
+        """Whether a stage with these sizes belongs to the space, with any number of stages."""
+        most = self.homes.world_size
+        return any(self.space.holds(Layout(dp=dp, tp=tp, pp=pp)) for pp in range(2, most + 1))
 
     def _prices(self, variants: list[list[_Variant]], microbatches: int) -> StagePrices:
         """The prices of all stages."""
@@ -158,11 +162,14 @@ class UnequalStages:
         sizes = [(variant.dp, variant.tp) for variant in chosen]
         if zero and max(dp for dp, _ in sizes) == 1:
             return None
-        layout = of_sizes(Layout(microbatches=candidate.microbatches, schedule=schedule, zero=zero), sizes)
+        shape = of_sizes(self.space.least(Layout()), sizes)
+        if not self.space.holds_stages(shape):
+            return None
+        layout = msgspec.structs.replace(shape, microbatches=candidate.microbatches, schedule=schedule, zero=zero)
         ranges = [range(stage.first, stage.last + 1) for stage in stages]
         try:
             placed = self.homes.placed(layout, ranges, [variant.recompute for variant in chosen])
-        except REFUSED:
+        except REFUSALS:
             return None
         return self.homes.option(placed) if placed is not None else None
 
