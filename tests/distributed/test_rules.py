@@ -119,6 +119,8 @@ def test_every_rule_has_a_case() -> None:
 @pytest.mark.parametrize("target", CASES, ids=str)
 def test_rule(target: Any) -> None:
     seen = property_test(target, CASES[target])
+    if not seen and target not in WHOLE:  # by chance: what hypothesis draws depends on what is imported
+        seen = property_test(target, CASES[target], examples=40)
     assert bool(seen) == (target not in WHOLE)
 
 

@@ -150,11 +150,19 @@ class User:
     def shows(self, selector: str) -> str:
         return self.page.locator(selector).first.inner_text()
 
+    def focused(self) -> str:
+        """The name of the element with the focus, as soon as the page does not change."""
+        for _ in range(MOST_LOOKS):
+            with suppress(sync_api.Error):  # the page is changing
+                return str(self.page.evaluate(FOCUSED))
+            self.page.wait_for_timeout(50)
+        raise AssertionError("the page does not stop changing")
+
     def tabs(self, name: str, key: str, then: Callable[[], bool]) -> None:
         """Move the focus by Tab alone, from where it is, to an element whose name matches, and press a key there."""
         for _ in range(MOST_TABS):
             self.page.keyboard.press("Tab")
-            if re.match(name, self.page.evaluate(FOCUSED)):
+            if re.match(name, self.focused()):
                 break
         else:
             raise AssertionError(f"{name!r} is not reached by {MOST_TABS} times Tab")
