@@ -43,7 +43,8 @@ class Device:
 
     @contextmanager
     def there(self) -> Iterator[None]:
-        """Put this device in the place of PyTorch's, and its host's clock in that of time."""
+        """Replace the streams and events of ``torch.cuda`` by those of this device, and the clock of ``time`` by the
+        clock of its host."""
         with ExitStack() as stack:
             for name, value in {
                 "Event": lambda enable_timing=False: Event(self), "Stream": lambda *_, **__: Stream(self),

@@ -70,7 +70,7 @@ def tensors_that_are_kept() -> tuple[int, bool]:
 
 
 def test_an_exchange_keeps_the_tensors_of_its_messages(ranks: Ranks) -> None:
-    """NCCL itself drops them at the first wait on any stream, also that of a trace."""
+    """NCCL drops its references to them at the first wait on any stream, also where only a trace waits."""
     assert ranks(2, tensors_that_are_kept) == [(2, True)] * 2
 
 

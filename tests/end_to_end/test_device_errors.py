@@ -269,17 +269,24 @@ def test_a_rank_whose_gpu_fails_in_a_call_of_nccl_failed_first(tmp_path: Path, k
     assert (type(told), told.where) == (kind, "rank 3, cuda:3")
 
 
+def ended_by_its_watchdog(folder: Path, rank: int, status: str, log: str) -> FailedRankError:
+    """The error of a job of four ranks, of which one was ended by NCCL's watchdog, with this status and log."""
+    ranks = folder / "ranks"
+    ranks.mkdir()
+    (ranks / f"{rank}.status").write_text(status)
+    (ranks / f"{rank}.log").write_text(log)
+    error = first_failure(folder, 4, rank, -6)
+    assert isinstance(error, FailedRankError)
+    return error
+
+
 def test_a_gpu_that_the_watchdog_finds_lost_is_read_from_the_log(tmp_path: Path) -> None:
     """The watchdog ends the process, so that the rank writes no error of its own."""
-    ranks = tmp_path / "ranks"
-    ranks.mkdir()
-    (ranks / "3.status").write_text("at step 7")
-    (ranks / "3.log").write_text(
+    error = ended_by_its_watchdog(
+        tmp_path, 3, "at step 7",
         "[rank3]:[E1126 ProcessGroupNCCL.cpp:2057] [PG ID 0 PG GUID 0(default_pg) Rank 3] Process group watchdog "
-        "thread terminated with exception: CUDA error: unspecified launch failure\nCompile with `TORCH_USE_CUDA_DSA`\n"
-    )
-    error = first_failure(tmp_path, 4, 3, -6)
-    assert isinstance(error, FailedRankError)
+        "thread terminated with exception: CUDA error: unspecified launch failure\nCompile with `TORCH_USE_CUDA_DSA`\n",
+    )  # fmt: skip
     assert error.problem == "rank 3 lost its GPU at step 7: unspecified launch failure"
     assert "goes on from the last checkpoint" in error.remedy
     assert "Xid" in error.remedy
@@ -293,15 +300,11 @@ def test_other_errors_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_timeout_of_nccl_is_read_from_the_log_of_a_rank_that_its_watchdog_ended(tmp_path: Path) -> None:
-    ranks = tmp_path / "ranks"
-    ranks.mkdir()
-    (ranks / "1.status").write_text("at step 3")
-    (ranks / "1.log").write_text(
+    error = ended_by_its_watchdog(
+        tmp_path, 1, "at step 3",
         "[rank1]:[E1126 ProcessGroupNCCL.cpp:683] [Rank 1] Watchdog caught collective operation timeout: "
-        "WorkNCCL(SeqNum=42, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for 600032 milliseconds\n"
-    )
-    error = first_failure(tmp_path, 2, 1, -6)
-    assert isinstance(error, FailedRankError)
+        "WorkNCCL(SeqNum=42, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for 600032 milliseconds\n",
+    )  # fmt: skip
     assert "rank 1 waited 600 s in NCCL's allreduce number 42, to which a rank did not come, at step 3" in str(error)
     assert "MESHWRIGHT_TIMEOUT_S" in error.remedy
 

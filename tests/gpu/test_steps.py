@@ -31,10 +31,18 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
+def steps_without_waits(trainer: Any, batch: dict[str, torch.Tensor]) -> None:
+    """The host does not wait from the fourth step on, when libraries are loaded and phases are captured."""
+    for _ in range(3):
+        trainer.step(batch)
+    with no_waits():
+        losses = [trainer.step(batch) for _ in range(3)]
+    assert bool(torch.stack(losses).isfinite().all())
+
+
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("precision", [None, "bfloat16", "float16"])
 def test_the_host_waits_for_nothing_within_a_step(precision: Any, graphs: bool) -> None:
-    """From the fourth step on, when libraries are loaded and phases are captured."""
     model, batch = a_model()
     layout = mw.Layout(microbatches=2, precision=precision)
     graph = mw.capture(model, language_model_loss, batch, precision=precision)
@@ -43,16 +51,12 @@ def test_the_host_waits_for_nothing_within_a_step(precision: Any, graphs: bool) 
         model, language_model_loss, batch, plan=msgspec.structs.replace(plan, graphs=graphs), device=DEVICE,
         optimizer=adamw, max_grad_norm=1.0,
     )  # fmt: skip
-    for _ in range(3):
-        trainer.step(batch)
-    with no_waits():
-        losses = [trainer.step(batch) for _ in range(3)]
-    assert bool(torch.stack(losses).isfinite().all())
+    steps_without_waits(trainer, batch)
 
 
 @pytest.mark.parametrize("precision", [None, "bfloat16"])
 def test_the_host_waits_neither_for_experts_nor_for_random_numbers(precision: Any) -> None:
-    """Of the numbers of tokens of experts, and of dropout masks, only the device knows."""
+    """Only the device knows how many tokens each expert has, and the masks of dropout."""
     _, batch = a_model()
     parts: list[nn.Module] = [
         Mixture(layers=2, width=64, inner=64, experts=4, vocabulary=64),
@@ -63,11 +67,7 @@ def test_the_host_waits_neither_for_experts_nor_for_random_numbers(precision: An
             model, language_model_loss, batch, plan=mw.Layout(microbatches=2, recompute="full"), device=DEVICE,
             precision=precision, optimizer=adamw, max_grad_norm=1.0,
         )  # fmt: skip
-        for _ in range(3):
-            trainer.step(batch)
-        with no_waits():
-            losses = [trainer.step(batch) for _ in range(3)]
-        assert bool(torch.stack(losses).isfinite().all())
+        steps_without_waits(trainer, batch)
 
 
 def test_float16_trains_as_torch_amp_does() -> None:

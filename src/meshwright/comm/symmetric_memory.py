@@ -25,7 +25,8 @@ def symmetric_groups(groups: Iterable[AxisGroup], device: torch.device) -> froze
 
 
 def rehearsed_groups(groups: Iterable[AxisGroup], box: int) -> frozenset[str]:
-    """The same in a dry run, where nobody answers: the groups within one box of so many consecutive ranks."""
+    """The names of the groups that would share memory in a dry run, where no other rank exists to be asked: those whose
+    ranks lie in one box. A box has ``box`` consecutive ranks."""
     define_symmetric_memory()
     ranks = {group.name: dist.get_process_group_ranks(process_group(group.name)) for group in groups}
     return frozenset(name for name, own in ranks.items() if len({rank // box for rank in own}) == 1)

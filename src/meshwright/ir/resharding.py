@@ -84,7 +84,8 @@ class Mover(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def _axes(self) -> tuple[tuple[tuple[str, int], ...], list[str], tuple[tuple[str, AxisLink], ...]]:
-        """The sizes and names of axes that are not joined, and the links of these axes and of what they join."""
+        """The sizes and names of all axes but joint axes, and the links of these axes and of joint axes that consist of
+        them."""
         sizes = tuple((axis, size) for axis, size in self.sizes.items() if len(members(axis)) == 1)
         names = [axis for axis, _ in sizes]
         links = tuple((name, link) for name, link in self.links.items() if set(names).issuperset(members(name)))

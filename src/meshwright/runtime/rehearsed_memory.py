@@ -35,7 +35,7 @@ class DeviceMemory:
 
     @property
     def held(self) -> int:
-        """The bytes that live now, those of pools, and those that are shared."""
+        """The bytes that are allocated now: of tensors, of pools of graphs, and of memory that GPUs share."""
         return self.usual + sum(pool.kept for pool in self.pools) + sum(self.shared.values())
 
     def pool(self) -> GraphPool:
