@@ -303,7 +303,8 @@ def test_a_timeout_of_nccl_is_read_from_the_log_of_a_rank_that_its_watchdog_ende
     error = ended_by_its_watchdog(
         tmp_path, 1, "at step 3",
         "[rank1]:[E1126 ProcessGroupNCCL.cpp:683] [Rank 1] Watchdog caught collective operation timeout: "
-        "WorkNCCL(SeqNum=42, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for 600032 milliseconds\n",
+        "WorkNCCL(SeqNum=42, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for 600032 "
+        "milliseconds\n",
     )  # fmt: skip
     assert "rank 1 waited 600 s in NCCL's allreduce number 42, to which a rank did not come, at step 3" in str(error)
     assert "MESHWRIGHT_TIMEOUT_S" in error.remedy

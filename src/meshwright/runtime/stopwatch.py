@@ -43,8 +43,8 @@ class Stopwatch:
         return self.seconds(work)
 
     def each(self, call: Callable[[], object], calls: int = 0) -> float:
-        """The seconds of a call: the mean over ``calls`` calls that are queued in a row. With 0, so many calls are queued
-        that they take a few milliseconds together."""
+        """The seconds of a call: the mean over ``calls`` calls that are queued in a row. With 0, as many calls are
+        queued as take a few milliseconds together."""
         call()
         once_s = max(self.seconds(call), 1e-7)
         calls = calls or max(2, min(self.MOST_CALLS, int(self.LEAST_S / once_s)))
