@@ -109,7 +109,7 @@ class UnlikeStages:
         on their own devices, also with ZeRO if the update is long. They are cut again, with the prices of the devices
         of their stages. Layouts in which a stage has different devices are left out."""
         kinds: dict[tuple[str, int], dict[str, tuple[float, Option]]] = defaultdict(dict)
-        placed = [option for option in fastest if option.layout.pp > 1 and self._homes_of(option.layout)]
+        placed = [option for option in fastest if option.layout.pp > 1 and self._pools_of(option.layout)]
         speeds = self._relative_s(placed[0].layout) if placed else {}
         for option in placed:
             if option.memory_bytes is None:  # with a memory limit, strategies differ from those of the priced layers
@@ -122,13 +122,13 @@ class UnlikeStages:
             for option in self._zeroed([every[number][1] for number in nearest]):
                 if not self.clock.over:
                     with suppress(*REFUSALS):
-                        yield from self._cut_anew(option, self._homes_of(option.layout))
+                        yield from self._cut_anew(option, self._pools_of(option.layout))
 
-    def _homes_of(self, layout: Layout) -> list[Pool]:
+    def _pools_of(self, layout: Layout) -> list[Pool]:
         """The pool of each pipeline rank; empty if a stage has different devices."""
         ranks = [set(layout.mesh().stage_ranks(rank)) for rank in range(layout.pp)]
-        homes = [pool for each in ranks for pool in self.homes.pools if each.issubset(pool.ranks)]
-        return homes if len(homes) == layout.pp else []
+        pools = [pool for each in ranks for pool in self.homes.pools if each.issubset(pool.ranks)]
+        return pools if len(pools) == layout.pp else []
 
     def _relative_s(self, layout: Layout) -> dict[range, float]:
         """For each pool, the time that its devices take for the layers of a layout, relative to the slowest devices."""
@@ -143,10 +143,10 @@ class UnlikeStages:
         """A rough estimate of the step if the stages were cut for their own devices. As much shorter as the busiest
         rank becomes, and as ZeRO may make it, if it may. It needs no prices of layers on these devices."""
         layout, chain = option.layout, self.pipelines.chain
-        homes, places = self._homes_of(layout), list(map(layout.pipeline.rank_of, range(len(option.recompute))))
+        pools, places = self._pools_of(layout), list(map(layout.pipeline.rank_of, range(len(option.recompute))))
         works = [self.pipelines.prices.of(msgspec.structs.replace(layout, recompute=kind)) for kind in option.recompute]
         slow = [self.pipelines.busy_s(layout, each) for each in works]
-        own = [busy * speeds[homes[place].ranks] for busy, place in zip(slow, places, strict=True)]
+        own = [busy * speeds[pools[place].ranks] for busy, place in zip(slow, places, strict=True)]
         before = chain.stages_of(option.firsts)
         after = balanced([stage.start for stage in before], places, own)
         shorter = busiest(after, places, own) / busiest(before, places, slow)
@@ -160,17 +160,17 @@ class UnlikeStages:
             for sketch in self.lighter.faster_by_zero(option) if not option.layout.zero else ():
                 yield msgspec.structs.replace(option, layout=sketch.layout)
 
-    def _cut_anew(self, option: Option, homes: Sequence[Pool]) -> Iterator[Option]:
-        """The option with a new cut. If the new cut does not fit in memory, the option keeps its old cut. ``homes`` has
+    def _cut_anew(self, option: Option, pools: Sequence[Pool]) -> Iterator[Option]:
+        """The option with a new cut. If the new cut does not fit in memory, the option keeps its old cut. ``pools`` has
         the pool of each rank."""
         layout, pipeline = option.layout, option.layout.pipeline
         places = list(map(pipeline.rank_of, range(pipeline.num_stages)))
         works, busy = [], []
         for rank, kind in zip(places, option.recompute, strict=True):
-            pipelines = homes[rank].pipelines
+            pipelines = pools[rank].pipelines
             works.append(pipelines.prices.of(msgspec.structs.replace(layout, recompute=kind)))
             busy.append(pipelines.busy_s(layout, works[-1]))
-        limits = [self.homes.limit_bytes(home.ranks) for home in homes]
+        limits = [self.homes.limit_bytes(pool.ranks) for pool in pools]
         anew = Recut(self.pipelines, self.cluster, option, works, limits)
         for stages in (balanced([stage.start for stage in anew.before], places, busy), anew.before):
             best_option = anew.best(stages)
