@@ -8,7 +8,8 @@ Every model of ``make matrix`` under every layout, and wider ones up to 16 ranks
 the pipelines of 2 to 16 ranks, one rank of each stage; and a few layouts of 256 ranks, for which those ranks are run
 that differ. A case is clean if no operator has tensors of host and device, the host never waits for the device within
 a step, every operator has a kernel, and all messages and collectives end although sends block until they are received.
-The peak memory of each rank is compared with the cost model's. Clusters: boxes of 8 H100.
+The peak memory of each rank is compared with the cost model's; models of a few KiB may differ by the scalars of a step.
+Clusters: boxes of 8 H100.
 """
 
 from __future__ import annotations
@@ -68,12 +69,19 @@ def judged(part: str, rows: Sequence[DryRunRow]) -> list[Finding]:
         if not dry_run_cases.as_predicted(each)
     }
     ranks = sum(len(each.ranks) for each in reports)
-    furthest = max((each.deviation for dry_run in reports for each in dry_run.ranks), key=abs, default=0.0)
+    apart = (
+        each.deviation
+        for dry_run in reports
+        for each in dry_run.ranks
+        if abs(each.peak_bytes - each.predicted_bytes) > dry_run_cases.SCALARS_BYTES
+    )
+    furthest = max(apart, key=abs, default=0.0)
     return [
         report.share(f"{part}: every case dry-runs clean", clean, len(rows), f"{clean} of {len(rows)} cases", wrong),
         report.share(f"{part}: the host never waits for the device", waits, len(rows), f"{waits} of {len(rows)} cases"),
         report.share(
-            f"{part}: the predicted peak memory of every rank is within 5%", ranks - len(off), ranks,
+            f"{part}: the predicted peak memory of every rank is within 5% or {dry_run_cases.SCALARS_BYTES} bytes",
+            ranks - len(off), ranks,
             f"{ranks - len(off)} of {ranks} ranks; furthest {furthest:+.1%}", off,
         ),
     ]  # fmt: skip
