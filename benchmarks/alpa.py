@@ -11,13 +11,9 @@ import argparse
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-
-import msgspec
 
 from benchmarks import report
 from meshwright.api.alpa import planned_pair
-from meshwright.bench.provenance import CHANGED
 from meshwright.ir.result import Check
 from meshwright.planner.inter_op.pipelines import ALIKE
 from meshwright.worked.alpa import (
@@ -34,20 +30,12 @@ from meshwright.worked.alpa import (
 )
 
 COMMAND = "make bench-alpa"
-KEPT = Path(__file__).parents[1] / "runs" / "alpa"
 
 
 def compared(pair: AlpaPair) -> Compared:
-    """The plans of a pair, from the files of this commit if they are there. Changed files have no commit of their
-    own."""
-    kept = KEPT / report.COMMIT / f"{pair.title}.json"
-    if kept.exists():
-        return Compared(pair, msgspec.json.decode(kept.read_bytes(), type=dict[Kind, PlannerResult]))
-    result = planned_pair(pair)
-    if report.COMMIT and not report.COMMIT.endswith(CHANGED):
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_bytes(msgspec.json.encode(result.results))
-    return result
+    """The plans of a pair."""
+    results = report.kept("alpa", pair.title, dict[Kind, PlannerResult], lambda: dict(planned_pair(pair).results))
+    return Compared(pair, results)
 
 
 def findings(results: Sequence[Compared]) -> Iterator[Check]:

@@ -39,18 +39,16 @@ from meshwright.ir.graph import Graph
 from meshwright.ir.layout import RECOMPUTE, ZERO_STAGES, Layout, Recompute
 from meshwright.ir.layout_text import layout_text
 from meshwright.ir.level import Level, LevelMembers
-from meshwright.ir.part import part_of, pools_of
 from meshwright.ir.result import Check
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import classification_loss
 from meshwright.planner.candidates import axes_of, runs, shapes, variations
 from meshwright.planner.foretell import Foretold
 from meshwright.planner.inter_op.assemble import assemble
-from meshwright.planner.inter_op.layer_work import LayerPrices
 from meshwright.planner.inter_op.option import REFUSALS, Option
 from meshwright.planner.inter_op.pipelines import ALIKE
 from meshwright.planner.inter_op.rounds import simulated_s
-from meshwright.planner.inter_op.stage_homes import with_transfers
+from meshwright.planner.inter_op.stage_homes import StageHomes, with_transfers
 from meshwright.planner.inter_op.stage_prices import StagePrices, Submesh
 from meshwright.planner.inter_op.stages import assign_stages
 from meshwright.planner.inter_op.works import LayerWorks
@@ -163,19 +161,13 @@ def _with_zero(layout: Layout, most_dp: int) -> Iterator[Layout]:
 
 
 class EveryPlan:
-    """Simulates plans with the prices of layers. Stages within one pool of equal devices have the prices of these
-    devices, other stages those of the slowest device."""
+    """Simulates plans with the prices of layers. Each stage has the prices of its own devices and links
+    (``StageHomes``)."""
 
     def __init__(self, search: Search) -> None:
         self.graph, self.cluster, self.most_tp = search.graph, search.cluster, search.most_tp
-        self.of_all, self.chain = search.prices, search.prices.chain
-        pools = () if self.cluster.homogeneous else pools_of(self.cluster)
-        self.pools = [
-            (set(ranks), LayerPrices(
-                self.chain, part_of(self.cluster, ranks), search.of_chain, ADAMW, False, len(ranks)
-            ))
-            for ranks in pools
-        ]  # fmt: skip
+        self.chain, self.optimizer = search.prices.chain, search.prices.optimizer
+        self.homes = StageHomes(search.cluster, search.world_size, search.pipelines, search.of_chain, None)
 
     def steps(self) -> Iterator[StagedStep]:
         """Every plan that can be made of the layers."""
@@ -216,15 +208,9 @@ class EveryPlan:
         )
 
     def _works(self, layout: Layout, kind: Recompute) -> list[LayerWorks]:
-        """The work of layers on the devices of each stage."""
-        works, mesh = [], layout.mesh()
-        for stage in range(layout.pp * layout.chunks):
-            rank = layout.pipeline.rank_of(stage)
-            ranks, own = set(mesh.stage_ranks(rank)), layout.of_stage(rank)
-            prices = next((prices for pool, prices in self.pools if ranks <= pool), self.of_all)
-            zero = own.zero if own.dp > 1 else 0
-            works.append(prices.of(msgspec.structs.replace(own, recompute=kind, zero=zero)))
-        return works
+        """The work of all layers, on the devices of each stage."""
+        stages = range(layout.pp * layout.chunks)
+        return [self.homes.works(layout, layout.pipeline.rank_of(stage), kind) for stage in stages]
 
     def _stages(self, cut: Sequence[int]) -> list[range]:
         borders = [0, *cut, len(self.chain.layers)]
@@ -233,7 +219,7 @@ class EveryPlan:
     def _assembled(self, layout: Layout, cut: Sequence[int], works: Sequence[LayerWorks]) -> StepWork:
         stages = self.chain.priced(self._stages(cut))
         accumulates = layout.microbatches > 1
-        work = assemble(works, stages, layout.pipeline, self.of_all.optimizer, accumulates=accumulates)
+        work = assemble(works, stages, layout.pipeline, self.optimizer, accumulates=accumulates)
         if not layout.stage_sizes:
             return work
         facts = [(own.facts[layers[0]], own.facts[layers[-1]]) for own, layers in zip(works, stages, strict=True)]

@@ -7,19 +7,21 @@ import statistics
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 
 from meshwright.bench.lint import lint
 from meshwright.bench.machine import this_machine, today, versions
-from meshwright.bench.provenance import commit_of
+from meshwright.bench.provenance import CHANGED, commit_of
 from meshwright.ir import files
 from meshwright.ir.result import Check, Comparison, Finding, Result, Scaling, ScalingPoint, Series, Settings, Verdict
 from meshwright.ir.statistics import Estimate, ratio, ratio_of_medians
 from meshwright.runtime.launch import num_cores
 from tests.distributed.pool import Ranks
 
+T = TypeVar("T")
 BySide = Mapping[str, Sequence[float]]
 RESULTS = Path(__file__).parent / "results"
 COMMIT = commit_of(Path(__file__).parent)
@@ -173,6 +175,23 @@ def how(rounds: int, steps: int) -> str:
     return f"""Both sides of a comparison take turns in the same processes: {rounds} rounds of {steps} steps each.
 Speed is the median of the rounds' ratios, with an interval that holds 95 % of the medians when rounds are drawn again.
 If the interval contains the limit, the comparison is measured once more, and is judged by all rounds."""
+
+
+def kept(benchmark: str, case: str, form: type[T], compute: Callable[[], T]) -> T:
+    """The result of a case that is not timed. It is taken from ``runs/`` if it was computed at this commit, so a long
+    benchmark goes on where it was stopped. Changed files have no commit of their own, so their results are not kept.
+
+    Args:
+        form: the type of the result, which JSON can hold.
+    """
+    path = Path(__file__).parents[1] / "runs" / benchmark / COMMIT / f"{case}.json"
+    if path.exists():
+        return msgspec.json.decode(path.read_bytes(), type=form)
+    result = compute()
+    if COMMIT and not COMMIT.endswith(CHANGED):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(msgspec.json.encode(result))
+    return result
 
 
 def new_run() -> str:

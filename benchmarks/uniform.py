@@ -3,16 +3,18 @@
 Run as part of ``make bench-planning``. A uniform layout has equal stages, cut by FLOPs, and divides every stage alike:
 all pp x dp x cp x ep x tp, sequence parallelism, numbers of micro-batches, schedules, chunks, ZeRO stages and kinds of
 recomputation. They are planned, lowered and simulated as by ``mw.plan(graph, cluster, layout=...)``. Only layouts that
-cannot be the best are left out (``benchmarks.enumeration``). Steps are simulated; nothing is timed. The exit code is 1
-if a target is missed.
+cannot be the best are left out (``benchmarks.enumeration``). Steps are simulated; nothing is timed. Finished cases are
+kept below ``runs/``, and a run at the same commit goes on after them. The exit code is 1 if a target is missed.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import msgspec
 import torch
@@ -142,8 +144,9 @@ def clusters() -> dict[str, Cluster]:
 # --- targets ----------------------------------------------------------------------------------------------------------
 
 
-def case(model: str, place: str, graph: Graph, cluster: Cluster) -> list[Check]:
+def case(model: str, place: str, capture: Callable[[], Graph], cluster: Cluster) -> list[Check]:
     """One model on one cluster."""
+    graph = capture()
     plan = plan_auto(graph, DEVICES, cluster, PlanLowering)
     assert plan.prediction is not None
     ours = plan.prediction.step_s
@@ -184,12 +187,9 @@ def case(model: str, place: str, graph: Graph, cluster: Cluster) -> list[Check]:
 
 def findings(only: str = "") -> Iterator[Finding]:
     """Every model on every cluster."""
-    for model, captured in MODELS.items():
-        graph = None
-        for place, cluster in clusters().items():
-            if only in f"{model} on {place}":
-                graph = graph or captured()
-                yield from case(model, place, graph, cluster)
+    for (model, capture), (place, cluster) in itertools.product(MODELS.items(), clusters().items()):
+        if only in (title := f"{model} on {place}"):
+            yield from report.kept("uniform", title, list[Check], partial(case, model, place, capture, cluster))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
