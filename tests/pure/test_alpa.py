@@ -26,13 +26,13 @@ def compared(predicted: dict[Kind, float], published: Published, devices: int = 
     """A pair whose predicted throughputs are given; planners that are left out find nothing."""
     pair = AlpaPair("gpt", "tiny", Sizes(2, 64, 2), devices, published)
     each = pair.flops / devices / 1e12
-    found = {
+    results = {
         kind: PlannerResult(layout="dp8", step_s=each / predicted[kind])
         if kind in predicted
         else PlannerResult(problem="too large")
         for kind in KINDS
     }
-    return Compared(pair, found)
+    return Compared(pair, results)
 
 
 def test_the_table_has_84_runs_of_which_7_were_out_of_memory() -> None:
@@ -98,16 +98,16 @@ def test_a_winner_is_right_if_it_was_measured_as_the_fastest() -> None:
 def test_the_summary_counts_errors_memory_winners_and_order() -> None:
     small = compared({"manual": 50.0, "intra": 60.0, "inter": 40.0, "both": 60.0}, (40.0, 50.0, 40.0, 50.0))
     large = compared({"manual": 55.0, "inter": 33.0, "both": 66.0}, (50.0, None, None, 60.0), devices=16)
-    found = summary_of([small, large])
+    summary = summary_of([small, large])
     # errors: 25, 20, 0, 20 %, and 10, 10 % (nothing is known of inter, which was out of memory)
-    assert found.median == pytest.approx(0.15)
-    assert found.one_box == pytest.approx(0.2)
+    assert summary.median == pytest.approx(0.15)
+    assert summary.one_box == pytest.approx(0.2)
     assert factors_of([small]) == {"gpt": pytest.approx(1 / 1.2)}
-    assert found.scaled == pytest.approx(1 - 1.1 / 1.2)
-    assert (found.memory, found.runs, found.winners) == (7, 8, 2)
+    assert summary.scaled == pytest.approx(1 - 1.1 / 1.2)
+    assert (summary.memory, summary.runs, summary.winners) == (7, 8, 2)
     # of small: manual-intra, manual-both, intra-inter, inter-both; manual-inter and intra-both are equal
-    assert (found.ordered, found.orders) == (4 + 5, 4 + 5)
-    assert found.joint_ratio == pytest.approx(1.0)
+    assert (summary.ordered, summary.orders) == (4 + 5, 4 + 5)
+    assert summary.joint_ratio == pytest.approx(1.0)
 
 
 def test_a_joint_plan_below_another_is_told() -> None:

@@ -15,7 +15,7 @@ PLAN = ["plan", "llama2-7b", "--cluster", DGX]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         # unknown names, with the nearest
         (
@@ -114,16 +114,16 @@ PLAN = ["plan", "llama2-7b", "--cluster", DGX]
         (["models", "nowhere/config.json"], "nowhere/config.json: cannot read the file: No such file or directory"),
     ],
 )  # fmt: skip
-def test_it_is_told_in_a_line(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_told_in_a_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli(arguments) == 2
     error = capsys.readouterr().err
-    assert told in error
+    assert message in error
     assert "\n  -> " in error
     assert "Traceback" not in error
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("config", "message"),
     [
         ({"model_type": "mamba2"}, "config.json: model_type: unknown model_type 'mamba2'"),
         ({"architectures": ["LlamaForCausalLM"]}, "config.json: model_type: unknown model_type None"),
@@ -146,12 +146,12 @@ def test_it_is_told_in_a_line(arguments: list[str], told: str, capsys: pytest.Ca
     ],
 )  # fmt: skip
 def test_a_config_of_an_unknown_architecture_or_impossible_sizes(
-    config: dict[str, object], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    config: dict[str, object], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     assert cli(["predict", str(path), "--cluster", DGX, "--global-batch", "8"]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_cluster_file_with_a_number_in_another_unit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

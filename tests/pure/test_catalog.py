@@ -153,9 +153,9 @@ def test_an_unknown_device_says_what_there_is() -> None:
     ],
 )  # fmt: skip
 def test_machines_go_by_their_own_names_too(name: str, spelled: str, devices: int) -> None:
-    one, other = load_cluster(name, devices), load_cluster(spelled, devices)
-    assert one.name == name
-    assert (one.device, one.levels) == (other.device, other.levels)
+    cluster, other = load_cluster(name, devices), load_cluster(spelled, devices)
+    assert cluster.name == name
+    assert (cluster.device, cluster.levels) == (other.device, other.levels)
 
 
 def test_a_path_is_a_file_and_no_name() -> None:

@@ -152,13 +152,13 @@ def nestings(depth: int) -> st.SearchStrategy[tuple[Level, ...]]:
 
     members: st.SearchStrategy[tuple[LevelMembers, ...]] = st.just(())
     if depth:
-        one = st.builds(
+        level_members = st.builds(
             lambda count, slow, levels: LevelMembers(count=count, device=SLOW if slow else None, levels=levels),
             st.integers(1, 2),
             st.booleans(),
             nestings(depth - 1),
         )
-        members = st.lists(one, max_size=2).map(lambda some: tuple(some))
+        members = st.lists(level_members, max_size=2).map(lambda drawn: tuple(drawn))
     return st.builds(named, st.lists(st.integers(1, 3), max_size=2), members)
 
 
@@ -173,30 +173,33 @@ CLUSTERS = nestings(2).map(lambda levels: cluster(*levels, num_devices=count(lev
 
 
 @given(CLUSTERS)
-def test_a_cluster_survives_toml_and_json(one: Cluster) -> None:
-    toml = msgspec.toml.encode(one)
-    assert files.decode(toml, Cluster, where="c.toml", toml=True) == one
-    assert files.decode(files.encode_json(one), Cluster, where="c.json") == one
+def test_a_cluster_survives_toml_and_json(cluster: Cluster) -> None:
+    toml = msgspec.toml.encode(cluster)
+    assert files.decode(toml, Cluster, where="c.toml", toml=True) == cluster
+    assert files.decode(files.encode_json(cluster), Cluster, where="c.json") == cluster
 
 
 @given(CLUSTERS, st.data())
-def test_the_level_of_two_ranks_is_the_smallest_unit_that_holds_both(one: Cluster, data: st.DataObject) -> None:
-    first, second = (data.draw(st.integers(0, one.num_devices - 1)) for _ in range(2))
+def test_the_level_of_two_ranks_is_the_smallest_unit_that_holds_both(cluster: Cluster, data: st.DataObject) -> None:
+    first, second = (data.draw(st.integers(0, cluster.num_devices - 1)) for _ in range(2))
     units = [
-        (len(unit), name) for name in one.level_names for unit in one.units(name) if first in unit and second in unit
+        (len(unit), name)
+        for name in cluster.level_names
+        for unit in cluster.units(name)
+        if first in unit and second in unit
     ]
     if first != second:
-        found = one.level_of(first, second)
-        assert found == one.level_of(second, first)
-        assert found.name in {name for size, name in units if size == min(units)[0]}
+        common_level = cluster.level_of(first, second)
+        assert common_level == cluster.level_of(second, first)
+        assert common_level.name in {name for size, name in units if size == min(units)[0]}
 
 
 @given(CLUSTERS)
-def test_units_of_the_outermost_level_hold_every_rank(one: Cluster) -> None:
-    for name in one.level_names[:1]:
-        assert one.units(name) == (range(one.num_devices),)
-    for name in one.level_names:
-        ranks = [rank for unit in one.units(name) for rank in unit]
+def test_units_of_the_outermost_level_hold_every_rank(cluster: Cluster) -> None:
+    for name in cluster.level_names[:1]:
+        assert cluster.units(name) == (range(cluster.num_devices),)
+    for name in cluster.level_names:
+        ranks = [rank for unit in cluster.units(name) for rank in unit]
         assert len(ranks) == len(set(ranks))
 
 
@@ -239,7 +242,7 @@ def test_resizing_gives_what_was_asked_for_or_says_what_fits(box: int, rack: int
 
 
 @pytest.mark.parametrize(
-    ("one", "num_devices", "message"),
+    ("cluster", "num_devices", "message"),
     [
         (RACKS, 24, "cluster test: it cannot have 24 devices\n  -> ask for 1 to 12"),
         (RACKS, 0, "cluster test: it cannot have 0 devices\n  -> ask for 1 to 12"),
@@ -269,9 +272,9 @@ def test_resizing_gives_what_was_asked_for_or_says_what_fits(box: int, rack: int
         ),
     ],
 )
-def test_a_size_that_does_not_fit_is_refused(one: Cluster, num_devices: int, message: str) -> None:
+def test_a_size_that_does_not_fit_is_refused(cluster: Cluster, num_devices: int, message: str) -> None:
     with pytest.raises(ClusterError) as caught:
-        one.resized(num_devices)
+        cluster.resized(num_devices)
     assert str(caught.value) == message
 
 

@@ -56,11 +56,11 @@ def test_sums_of_selections_grow_to_the_dense_vector_and_no_further(
     length: int, share: float, terms: int, item_bytes: int
 ) -> None:
     codec = codec_of(f"topk({share!r})")
-    one, several = (codec.message_bytes(length, item_bytes, count) for count in (1, terms))
+    selection_bytes, sum_bytes = (codec.message_bytes(length, item_bytes, count) for count in (1, terms))
     kept = min(length, max(1, ceil(share * length)))
-    assert one == min(HEADER_BYTES + kept * (4 + item_bytes), HEADER_BYTES + length * item_bytes)
-    assert one <= several <= HEADER_BYTES + length * item_bytes
-    assert several <= HEADER_BYTES + terms * kept * (4 + item_bytes)
+    assert selection_bytes == min(HEADER_BYTES + kept * (4 + item_bytes), HEADER_BYTES + length * item_bytes)
+    assert selection_bytes <= sum_bytes <= HEADER_BYTES + length * item_bytes
+    assert sum_bytes <= HEADER_BYTES + terms * kept * (4 + item_bytes)
     assert codec.message_bytes(0, item_bytes, terms) == HEADER_BYTES
 
 

@@ -34,11 +34,13 @@ def cluster(*levels: tuple[int, float], codecs: tuple[CodecTiming, ...] = FREE) 
         memory_bytes=2**34,
         memory_bandwidth_bytes_per_s=1e15,
     )
-    size, made = 1, []
+    size, cluster_levels = 1, []
     for index, (fan_out, beta) in enumerate(levels):
-        made.append(Level(name=f"level{index}", fan_out=fan_out, alpha_s=1e-5, beta_s_per_byte=beta, links=size))
+        cluster_levels.append(
+            Level(name=f"level{index}", fan_out=fan_out, alpha_s=1e-5, beta_s_per_byte=beta, links=size)
+        )
         size *= fan_out
-    return Cluster(name="test", num_devices=size, device=device, levels=tuple(made), codecs=codecs)
+    return Cluster(name="test", num_devices=size, device=device, levels=tuple(cluster_levels), codecs=codecs)
 
 
 def simulated_s(cluster: Cluster, operation: str, algorithm: str, text: str, num_ranks: int) -> float:

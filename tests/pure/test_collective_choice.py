@@ -36,14 +36,14 @@ def test_what_is_written_is_read(sizes: dict[str, list[int]], data: st.DataObjec
 def test_one_word_is_for_all() -> None:
     assert chosen("native", "all_gather", 10) == "native"
     assert chosen("ring", "all_gather", 10) == "ring"
-    assert [chosen("exchange", one, 8) for one in ("all_reduce", "all_gather")] == ["butterfly", "star"]
+    assert [chosen("exchange", operation, 8) for operation in ("all_reduce", "all_gather")] == ["butterfly", "star"]
     text = "all_reduce butterfly, 4096 ring"
     assert [chosen(text, "all_reduce", size) for size in (0, 4095, 4096)] == ["butterfly", "butterfly", "ring"]
     assert chosen(text, "all_gather", 4096) == "native", "what is not named"
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("rign", "there is no algorithm 'rign' of all_reduce"),
         ("all_reduce rign", "there is no algorithm 'rign' of all_reduce"),
@@ -52,10 +52,10 @@ def test_one_word_is_for_all() -> None:
         ("all_reduce ring, 1e3 butterfly", "'1e3 butterfly' is not a size and an algorithm"),
     ],
 )
-def test_what_is_not_there_is_refused(text: str, told: str) -> None:
+def test_what_is_not_there_is_refused(text: str, message: str) -> None:
     with pytest.raises(PlanError) as error:
         chosen(text, "all_reduce", 1)
-    assert told in str(error.value)
+    assert message in str(error.value)
 
 
 def _measured(*rows: tuple[str, str, int, float]) -> Cluster:

@@ -172,9 +172,9 @@ def test_every_rank_of_a_box_drives_its_share_of_the_slow_link(fans: list[int], 
     steps = all_reduce(f"star+ring@{equal_boxes(fans)}", math.prod(fans), length)
     box = math.prod(fans[:-1])
     sent = [0] * steps.num_ranks
-    for one in (move for moves in steps.rounds for move in moves):
-        if one.source // box != one.target // box:
-            sent[one.source] += one.length
+    for message in (move for moves in steps.rounds for move in moves):
+        if message.source // box != message.target // box:
+            sent[message.source] += message.length
     share = 2 * (fans[-1] - 1) * length / fans[-1] / box
     assert all(abs(each - share) <= 2 * fans[-1] * len(fans) for each in sent)
 
@@ -185,13 +185,13 @@ def test_every_rank_of_a_box_drives_its_share_of_the_slow_link(fans: list[int], 
 def test_what_all_reduces_move_as_published() -> None:
     """allreduce-table: 2NM, N(N-1)M, 2(N-1)M, 2(N-1)M, NM log N."""
     length = 64
-    found = {
+    counts = {
         name: count(all_reduce(name, 8, length, server=True)) for name in ("star", "naive", "ring", "tree", "butterfly")
     }
-    assert [one.moved / length for one in found.values()] == [16, 56, 14, 14, 24]
-    assert [one.rounds for one in found.values()] == [2, 1, 14, 6, 3]
-    assert [one.fan_in for one in found.values()] == [8, 7, 1, 1, 1]
-    assert [found[name].busiest / length for name in ("ring", "tree")] == [1.75, 6]
+    assert [total.moved / length for total in counts.values()] == [16, 56, 14, 14, 24]
+    assert [total.rounds for total in counts.values()] == [2, 1, 14, 6, 3]
+    assert [total.fan_in for total in counts.values()] == [8, 7, 1, 1, 1]
+    assert [counts[name].busiest / length for name in ("ring", "tree")] == [1.75, 6]
 
 
 @given(num_ranks=st.integers(2, 12))
@@ -237,8 +237,8 @@ def test_seven_workers_in_a_binary_tree_as_published() -> None:
 def test_no_rank_is_inside_of_both_trees() -> None:
     for size in (4, 8, 14):
         takes = [0] * size
-        for one in (move for moves in all_reduce("double-tree", size, 2).rounds for move in moves):
-            takes[one.target] += one.adds
+        for message in (move for moves in all_reduce("double-tree", size, 2).rounds for move in moves):
+            takes[message.target] += message.adds
         assert max(takes) <= 3, "two children in one tree, and one where it is a root"
 
 
@@ -250,7 +250,7 @@ def _ring() -> Steps:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (lambda rounds: rounds[:-1], "not x0 + x1 + x2"),
         (lambda rounds: (rounds[0], *rounds), "2 x"),
@@ -258,11 +258,11 @@ def _ring() -> Steps:
         (lambda rounds: (*rounds[:-1], rounds[-1][1:]), "rank 1"),
     ],
 )
-def test_a_missing_or_doubled_step_is_found(change: Callable[..., object], told: str) -> None:
+def test_a_missing_or_doubled_step_is_found(change: Callable[..., object], message: str) -> None:
     steps = msgspec.structs.replace(_ring(), rounds=change(_ring().rounds))
     with pytest.raises(ScheduleError) as error:
         check(steps)
-    assert told in str(error.value)
+    assert message in str(error.value)
 
 
 def test_programs_that_do_not_match_are_refused() -> None:
@@ -292,7 +292,7 @@ def test_a_barrier_hears_of_everybody() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("call", "message"),
     [
         (lambda: build("all_reduce", "rign", 2, 1), "there is no algorithm 'rign'"),
         (lambda: build("all_sum", "ring", 2, 1), "there is no collective 'all_sum'"),
@@ -309,10 +309,10 @@ def test_a_barrier_hears_of_everybody() -> None:
         (lambda: build("broadcast", "star+ring@2x2", 4, 1), "there is no algorithm 'star+ring@2x2'"),
     ],
 )
-def test_what_cannot_be_built_is_refused(call: Callable[[], Steps], told: str) -> None:
+def test_what_cannot_be_built_is_refused(call: Callable[[], Steps], message: str) -> None:
     with pytest.raises(ScheduleError) as error:
         call()
-    assert told in str(error.value)
+    assert message in str(error.value)
 
 
 # --- shown ---------------------------------------------------------------------------------------------------------
@@ -330,9 +330,9 @@ def test_a_picture_says_what_it_leaves_out() -> None:
 def test_the_comparison_finds_the_crossovers() -> None:
     comparison = compare("all_reduce", "a100-80gb-dgx-hdr200x8", 8, 2**20)
     assert comparison.rows[0].shared_s == min(row.shared_s or math.inf for row in comparison.rows)
-    names = [one.algorithm for one in comparison.best_alone]
+    names = [crossover.algorithm for crossover in comparison.best_alone]
     assert names == ["butterfly", "rabenseifner"], "latency first, then bytes"
-    assert not set(DIFFER) & {one.algorithm for one in comparison.best_shared}
+    assert not set(DIFFER) & {crossover.algorithm for crossover in comparison.best_shared}
     with pytest.raises(LayoutError, match="65 ranks"):
         compare("all_reduce", comparison.cluster, 65, 1)
 
@@ -353,8 +353,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli(["collectives", "--ranks", "4", "--picture", "ring"]) == 0
     assert "d>1+    a>2+    b>3+    c>0+" in capsys.readouterr().out
     assert cli(["collectives", "--ranks", "4", "--bytes", "1MiB", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert {row["algorithm"] for row in told["rows"]} == set(ALGORITHMS["all_reduce"])
+    document = json.loads(capsys.readouterr().out)
+    assert {row["algorithm"] for row in document["rows"]} == set(ALGORITHMS["all_reduce"])
     assert cli(["collectives", "--ranks", "4", "--bytes", "1 MiB"]) == 0
     assert "fastest, alone: butterfly, rabenseifner from" in capsys.readouterr().out
     assert cli(["collectives", "all_sum"]) == 2

@@ -38,9 +38,9 @@ def encoded(text: str, values: Tensor, draw: int = 1) -> Tensor:
 
 
 def decoded(text: str, values: Tensor, draw: int = 1) -> Tensor:
-    found = torch.full_like(values, 7.0)
-    coder_of(codec_of(text), values.dtype).decode(encoded(text, values, draw), found, add=False)
-    return found
+    output = torch.full_like(values, 7.0)
+    coder_of(codec_of(text), values.dtype).decode(encoded(text, values, draw), output, add=False)
+    return output
 
 
 # --- bytes -----------------------------------------------------------------------------------------------------------
@@ -90,8 +90,10 @@ def test_packed_codes_are_read_again(length: int, bits: int, seed: int) -> None:
     codes = torch.randint(low, high, (length,), generator=torch.Generator().manual_seed(seed)).to(torch.int8)
     packed = torch.full((packed_bytes(length, bits),), 99, dtype=torch.uint8)
     pack(codes, bits, packed)
-    found = unpack(packed, bits, length)
-    assert torch.equal(found.short() if bits > 1 else found.short().abs(), codes.short() * 2 ** (8 - bits))
+    unpacked_codes = unpack(packed, bits, length)
+    assert torch.equal(
+        unpacked_codes.short() if bits > 1 else unpacked_codes.short().abs(), codes.short() * 2 ** (8 - bits)
+    )
 
 
 @given(st.lists(st.integers(-127, 127)))
@@ -181,9 +183,9 @@ def test_casts_are_those_of_torch() -> None:
 
 def test_signs_decode_to_the_means_of_their_bucket() -> None:
     values = normal(1000, torch.float64).float()
-    found = decoded("onebit(bucket=64)", values)
+    decoded_values = decoded("onebit(bucket=64)", values)
     for begin in range(0, 1000, 64):
-        bucket, decoded_bucket = values[begin : begin + 64].double(), found[begin : begin + 64].double()
+        bucket, decoded_bucket = values[begin : begin + 64].double(), decoded_values[begin : begin + 64].double()
         for side in (bucket < 0, bucket >= 0):
             if side.any():
                 expected = bucket[side].mean().expand(int(side.sum()))
@@ -235,8 +237,8 @@ def test_over_all_windows_each_element_is_rounded_up_as_often_as_its_fraction_sa
     """The 2**14 different numbers of the table round a fraction f up exactly round(2**14 f) times out of 2**14."""
     values = torch.full((2**19,), value)
     values[0] = 1.0
-    found = decoded("qsgd(4, bucket=524288)", values, draw)[1:].double()
-    assert abs(float(found.mean()) - value) <= 2**-14 / 7
+    decoded_values = decoded("qsgd(4, bucket=524288)", values, draw)[1:].double()
+    assert abs(float(decoded_values.mean()) - value) <= 2**-14 / 7
 
 
 @tries(10)

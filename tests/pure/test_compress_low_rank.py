@@ -31,8 +31,8 @@ def test_sums_of_a_rank_that_suffices_are_exact(rows: int, columns: int, rank: i
     first = normal(rows, columns, seed=seed)
     total = normal(rows, rank, seed=seed + 1) @ normal(rank, columns, seed=seed + 2)
     (right,) = start_right([(rows, columns)], rank, seed, torch.float64)
-    found = step([first, total - first], right)[2]
-    torch.testing.assert_close(found, total, rtol=0, atol=1e-8 * max(1.0, float(total.norm())))
+    approximation = step([first, total - first], right)[2]
+    torch.testing.assert_close(approximation, total, rtol=0, atol=1e-8 * max(1.0, float(total.norm())))
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 1000))
@@ -46,9 +46,9 @@ def test_a_step_projects_the_sum_on_the_left_factor() -> None:
     """M' = P P^T M."""
     matrices = [normal(20, 15, seed=1), normal(20, 15, seed=2)]
     (right,) = start_right([(20, 15)], 3, 0, torch.float64)
-    left, _, found = step(matrices, right)
+    left, _, approximation = step(matrices, right)
     torch.testing.assert_close(left.T @ left, torch.eye(3).double(), rtol=0, atol=1e-13)
-    torch.testing.assert_close(found, left @ left.T @ sum(matrices), rtol=0, atol=1e-12)
+    torch.testing.assert_close(approximation, left @ left.T @ sum(matrices), rtol=0, atol=1e-12)
 
 
 def test_a_warm_start_finds_the_largest_singular_vectors() -> None:
@@ -58,8 +58,8 @@ def test_a_warm_start_finds_the_largest_singular_vectors() -> None:
     (right,) = start_right([(20, 15)], 3, 0, torch.float64)
     errors = []
     for _ in range(8):
-        _, right, found = step([matrix], right)
-        errors.append(float((matrix - found).norm()))
+        _, right, approximation = step([matrix], right)
+        errors.append(float((matrix - approximation).norm()))
     assert errors[-1] == pytest.approx(math.sqrt(12) * 0.5, rel=1e-6)
     assert errors[0] > 1.01 * errors[-1]
 
@@ -88,8 +88,8 @@ def test_nan_arrives_and_does_not_stay_in_the_warm_start() -> None:
     matrix = normal(6, 5)
     matrix[0, 0] = math.nan
     (right,) = start_right([(6, 5)], 2, 0, torch.float64)
-    _, right, found = step([matrix], right)
-    assert found.isnan().any()
+    _, right, approximation = step([matrix], right)
+    assert approximation.isnan().any()
     right[:, 1] = 0
     renew_right(right, 1)
     assert right.isfinite().all()

@@ -98,11 +98,11 @@ def test_a_threshold_selects_magnitudes_that_reach_it(length: int, amount: float
 @given(st.integers(1, 500), st.floats(0, 1), st.integers(0, 2**63 - 1))
 def test_random_indices_are_distinct_sorted_and_a_function_of_the_draw(length: int, share: float, draw: int) -> None:
     count = round(share * length)
-    found = random_indices(length, count, draw)
-    assert len(found) == count
-    assert (found.diff() > 0).all()
-    assert all(0 <= place < length for place in found.tolist())
-    assert torch.equal(found, random_indices(length, count, draw))
+    indices = random_indices(length, count, draw)
+    assert len(indices) == count
+    assert (indices.diff() > 0).all()
+    assert all(0 <= place < length for place in indices.tolist())
+    assert torch.equal(indices, random_indices(length, count, draw))
 
 
 @pytest.mark.parametrize("count", [3, 15])
@@ -131,9 +131,14 @@ def test_the_share_falls_exponentially_in_the_warm_up() -> None:
 
 @tries(15)
 @given(st.integers(1, 400), st.floats(0.001, 1), st.floats(0.001, 1), st.sampled_from(DTYPES))
-def test_sums_of_streams_are_sums_of_vectors(length: int, one: float, two: float, dtype: torch.dtype) -> None:
+def test_sums_of_streams_are_sums_of_vectors(
+    length: int, first_share: float, second_share: float, dtype: torch.dtype
+) -> None:
     codec = codec_of("topk(1%)")
-    first, second = (Stream.select(normal(length, dtype, seed), codec, share) for seed, share in ((1, one), (2, two)))
+    first, second = (
+        Stream.select(normal(length, dtype, seed), codec, share)
+        for seed, share in ((1, first_share), (2, second_share))
+    )
     total = merge(first, second)
     assert torch.equal(total.dense(), first.dense() + second.dense())
     union = len(set(_indices(first)) | set(_indices(second)))
@@ -175,9 +180,9 @@ def test_streams_are_cut_written_and_read(length: int, dtype: torch.dtype, text:
     assert torch.equal(torch.cat([piece.dense() for piece in pieces]), stream.dense())
     room = torch.empty(stream.num_bytes + 1, dtype=torch.uint8)[1:]
     assert stream.write(room) == stream.num_bytes
-    found = Stream.read(room, length, dtype)
-    assert torch.equal(found.dense(), stream.dense())
-    assert (found.indices is None) == (stream.indices is None)
+    copy = Stream.read(room, length, dtype)
+    assert torch.equal(copy.dense(), stream.dense())
+    assert (copy.indices is None) == (stream.indices is None)
 
 
 @pytest.mark.parametrize("text", CHAINS)

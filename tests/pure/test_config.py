@@ -30,23 +30,23 @@ batch_size = 12
 """
 
 
-def made(text: str = TEXT, *options: str) -> Run:
+def run_of(text: str = TEXT, *options: str) -> Run:
     return config.make(overridden(config.tables(text.encode(), where="RUN.toml"), options), where="RUN.toml")
 
 
 def message(text: str = TEXT, *options: str) -> str:
     with pytest.raises(MeshwrightError) as caught:
-        made(text, *options)
+        run_of(text, *options)
     return str(caught.value)
 
 
 @pytest.mark.parametrize(("text", "parts"), [("2", (2,)), ("2,2", (2, 2)), ("[2, 1]", (2, 1))])
 def test_lists_need_no_brackets(text: str, parts: tuple[int, ...]) -> None:
-    assert made(TEXT, "--layout.spatial", text).layout.chosen() == Layout(dp=-1, spatial=parts)
+    assert run_of(TEXT, "--layout.spatial", text).layout.chosen() == Layout(dp=-1, spatial=parts)
 
 
 def test_what_is_not_said_has_its_default() -> None:
-    run = made()
+    run = run_of()
     assert isinstance(run.model, GPTModel)
     assert (run.model.layers, run.model.width, run.model.loss) == (2, 256, "")
     assert isinstance(run.data, TextData)
@@ -57,14 +57,14 @@ def test_what_is_not_said_has_its_default() -> None:
 
 
 def test_the_kind_of_an_optimizer_decides_its_keys() -> None:
-    assert made(TEXT + '[optimizer]\nname = "sgd"\nmomentum = 0.9').optimizer == SGD(momentum=0.9)
-    assert made(TEXT + "[optimizer]\nbetas = [0.9, 0.95]").optimizer == AdamW(betas=(0.9, 0.95))
+    assert run_of(TEXT + '[optimizer]\nname = "sgd"\nmomentum = 0.9').optimizer == SGD(momentum=0.9)
+    assert run_of(TEXT + "[optimizer]\nbetas = [0.9, 0.95]").optimizer == AdamW(betas=(0.9, 0.95))
     error = message(TEXT + "[optimizer]\nmomentum = 0.9")
     assert error.startswith("RUN.toml: optimizer.momentum: unknown key")
 
 
 def test_a_model_with_a_factory_needs_no_name() -> None:
-    run = made(
+    run = run_of(
         '[model]\nfactory = "mine:net"\nloss = "classification"\n[model.arguments]\nn = 3\n[data]\nkind = "digits"'
     )
     assert run.model == FactoryModel(factory="mine:net", loss="classification", arguments={"n": 3})
@@ -134,7 +134,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 )
 def test_an_option_has_the_type_of_its_key(option: list[str], key: str, value: Any) -> None:
     section, name = key.split(".")
-    assert getattr(getattr(made(TEXT, *option), section), name) == value
+    assert getattr(getattr(run_of(TEXT, *option), section), name) == value
 
 
 def test_options_do_not_change_the_tables_they_are_put_into() -> None:
@@ -168,11 +168,11 @@ def test_every_key_is_listed_with_its_default() -> None:
 
 
 def test_a_saved_run_reads_back_equal_and_its_changes_are_told(tmp_path: Path) -> None:
-    run = made(TEXT, "--sample.length", "7", "--layout.pin.head", "none@tp")
+    run = run_of(TEXT, "--sample.length", "7", "--layout.pin.head", "none@tp")
     config.save(run, tmp_path / "run.toml")
     assert config.load(tmp_path / "run.toml") == run
     assert config.changes(tmp_path / "run.toml", run) == []
-    other = made(TEXT, "--optimizer.lr", "0.5", "--layout.pin.head", "none@tp")
+    other = run_of(TEXT, "--optimizer.lr", "0.5", "--layout.pin.head", "none@tp")
     assert config.changes(tmp_path / "run.toml", other) == [
         "optimizer.lr: 0.001 -> 0.5",
         "sample.prompt: \n -> not given",
@@ -261,7 +261,7 @@ def test_a_schedule_that_says_nothing_is_refused(schedule: dict[str, Any], messa
     ],
 )
 def test_ranks_are_the_cores_as_far_as_they_are_useful(options: list[str], cores: int, ranks: int) -> None:
-    assert made(TEXT, *options).num_ranks(cores) == ranks
+    assert run_of(TEXT, *options).num_ranks(cores) == ranks
 
 
 def test_a_plan_says_how_many_ranks_it_needs(tmp_path: Path) -> None:
@@ -270,12 +270,12 @@ def test_a_plan_says_how_many_ranks_it_needs(tmp_path: Path) -> None:
         stages=(Stage(strategies={}, storage={}),), layout=Layout(dp=3, tp=2),
     )  # fmt: skip
     files.save(plan, tmp_path / "plan.json")
-    assert made(TEXT, "--layout.plan", str(tmp_path / "plan.json")).num_ranks(2) == 6
+    assert run_of(TEXT, "--layout.plan", str(tmp_path / "plan.json")).num_ranks(2) == 6
 
 
 def test_the_model_can_change_its_name_on_the_command_line() -> None:
     text = '[model]\nname = "gpt"\n[data]\nkind = "random"'
-    assert isinstance(made(text, "--model.name", "mlp").model, MLPModel)
+    assert isinstance(run_of(text, "--model.name", "mlp").model, MLPModel)
 
 
 def test_ranks_are_those_of_all_stages() -> None:

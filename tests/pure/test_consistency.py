@@ -41,7 +41,7 @@ def test_a_rule_is_written_as_it_is_read(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "write sync"),
         ("paxos(3)", "there is no rule 'paxos'"),
@@ -67,10 +67,10 @@ def test_a_rule_is_written_as_it_is_read(text: str) -> None:
         ("ensemble(3)", "no options"),
     ],
 )
-def test_malformed_rules(text: str, said: str) -> None:
+def test_malformed_rules(text: str, message: str) -> None:
     with pytest.raises(MeshwrightError, match="consistency") as caught:
         consistency_of(text)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def rules() -> st.SearchStrategy[Consistency]:
@@ -107,9 +107,9 @@ def test_stale_synchronous_parallel_bounds_the_clocks(bound: int, count: int, da
     clocks = dict.fromkeys(range(count), 0)
     for _ in range(60):
         ready = [clock for clock in clocks if may_proceed(rule, clocks, clock)]
-        mine = data.draw(st.sampled_from(ready))
-        assert clocks[mine] - min(clocks.values()) <= bound, "at every read"
-        clocks[mine] += 1
+        replica = data.draw(st.sampled_from(ready))
+        assert clocks[replica] - min(clocks.values()) <= bound, "at every read"
+        clocks[replica] += 1
     assert max(clocks.values()) - min(clocks.values()) <= bound + 1, "a blocked replica has finished one more step"
 
 
@@ -148,7 +148,7 @@ def test_ranks_of_replicas() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "count", "said"),
+    ("layout", "count", "message"),
     [
         (Layout(replicas=0), 4, "give 1 or more"),
         (Layout(consistency="local(8)"), 4, "2 or more replicas"),
@@ -162,7 +162,7 @@ def test_ranks_of_replicas() -> None:
         (Layout(replicas=2, consistency="server(sync, place=own)"), 2, "do not divide"),
     ],
 )
-def test_replicas_that_do_not_fit(layout: Layout, count: int, said: str) -> None:
+def test_replicas_that_do_not_fit(layout: Layout, count: int, message: str) -> None:
     with pytest.raises(MeshwrightError) as caught:
         of_replica(layout, count)
-    assert said in str(caught.value)
+    assert message in str(caught.value)

@@ -80,11 +80,11 @@ def test_what_is_sent_lies_as_where_it_is_received(world: tuple[list[list[Tensor
         partner, other = received[rank]
         assert block.rank == partner
         assert hosts[partner] != hosts[rank]
-        mine, theirs = (
+        sent_pieces, received_pieces = (
             [(entry.piece, entry.begin - each.begin) for entry in plan.entries if each.begin <= entry.begin < each.end]
             for plan, each in ((plans[rank], block), (plans[partner], other))
         )
-        assert mine == theirs
+        assert sent_pieces == received_pieces
     for plan in plans:
         ends = [entry.begin + entry.piece.num_bytes for entry in plan.entries]
         begins = [*(entry.begin for entry in plan.entries[1:]), plan.num_bytes]
@@ -113,19 +113,19 @@ def test_the_latest_step_that_is_complete() -> None:
 @given(st.data(), st.integers(0, 3))
 def test_overlaps_of_blocks_are_those_of_their_elements(data: st.DataObject, dims: int) -> None:
     block = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 4)), min_size=dims, max_size=dims)
-    mine, other = data.draw(block), data.draw(block)
+    first, second = data.draw(block), data.draw(block)
 
     def elements(box: list[tuple[int, int]]) -> set[tuple[int, ...]]:
         return set(itertools.product(*(range(begin, begin + size) for begin, size in box)))
 
-    (offsets, sizes), (others, lengths) = ([[pair[at] for pair in box] for at in (0, 1)] for box in (mine, other))
-    found = common_block(offsets, sizes, others, lengths)
-    common = elements(mine) & elements(other)
-    if found is None:
+    (offsets, sizes), (others, lengths) = ([[pair[at] for pair in box] for at in (0, 1)] for box in (first, second))
+    overlap = common_block(offsets, sizes, others, lengths)
+    common = elements(first) & elements(second)
+    if overlap is None:
         assert not common
         return
-    in_mine, in_other, of_common = found
+    in_first, in_second, of_common = overlap
     assert math.prod(of_common) == len(common)
-    at = tuple(begin + offset for begin, (offset, _) in zip(in_mine, mine, strict=True))
-    assert at == tuple(begin + offset for begin, (offset, _) in zip(in_other, other, strict=True))
+    at = tuple(begin + offset for begin, (offset, _) in zip(in_first, first, strict=True))
+    assert at == tuple(begin + offset for begin, (offset, _) in zip(in_second, second, strict=True))
     assert elements(list(zip(at, of_common, strict=True))) == common

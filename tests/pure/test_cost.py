@@ -34,8 +34,8 @@ def setup(**changes: Any) -> Setup:
 
 
 def step_s(**changes: Any) -> float:
-    one = setup(**changes)
-    return estimate_step(one, load_cluster(DGX, one.world_size)).step_s
+    step_setup = setup(**changes)
+    return estimate_step(step_setup, load_cluster(DGX, step_setup.world_size)).step_s
 
 
 # --- compute ---------------------------------------------------------------------------------------------------------
@@ -56,9 +56,9 @@ def test_a_longer_reduction_takes_longer_but_is_more_efficient(m: int, n: int, k
 
 def test_a_tile_too_many_costs_a_wave() -> None:
     """108 processors: 108 tiles of 128 x 256 take one wave, one tile more takes two."""
-    one = RATES.matmul_s(128 * 12, 256 * 9, 8192)
-    two = RATES.matmul_s(128 * 12, 256 * 9 + 1, 8192)
-    assert 1.05 * one < two <= 2.01 * one
+    one_wave_s = RATES.matmul_s(128 * 12, 256 * 9, 8192)
+    two_waves_s = RATES.matmul_s(128 * 12, 256 * 9 + 1, 8192)
+    assert 1.05 * one_wave_s < two_waves_s <= 2.01 * one_wave_s
 
 
 def test_the_best_shape_of_a_benchmark_is_near_what_it_reached() -> None:
@@ -195,9 +195,9 @@ def test_every_layer_is_on_one_stage(pp: int) -> None:
 
 @pytest.mark.parametrize("changes", [{}, {"pp": 4}, {"tp": 8, "pp": 5}])
 def test_stages_hold_the_models_parameters(changes: dict[str, Any]) -> None:
-    one = setup(**changes)
-    held = sum(stage_parameters(one, stage) for stage in range(one.pp)) * one.tp
-    copy = GPT.hidden * GPT.vocabulary if one.pp > 1 else 0  # the tied head has its own on the last stage
+    step_setup = setup(**changes)
+    held = sum(stage_parameters(step_setup, stage) for stage in range(step_setup.pp)) * step_setup.tp
+    copy = GPT.hidden * GPT.vocabulary if step_setup.pp > 1 else 0  # the tied head has its own on the last stage
     assert held == pytest.approx(GPT.parameters + copy, rel=1e-4)
 
 
@@ -205,8 +205,8 @@ def test_stages_hold_the_models_parameters(changes: dict[str, Any]) -> None:
 
 
 def test_the_parts_add_up() -> None:
-    one = setup(dp=2, tp=8, pp=4, micro_batch=2, recompute="full")
-    estimate = estimate_step(one, load_cluster(DGX, 64))
+    step_setup = setup(dp=2, tp=8, pp=4, micro_batch=2, recompute="full")
+    estimate = estimate_step(step_setup, load_cluster(DGX, 64))
     parts = [getattr(estimate, key) for key in estimate.__struct_fields__ if key.endswith("_s") and key != "step_s"]
     assert sum(part for part in parts if part != estimate.model_flops_per_s) == pytest.approx(estimate.step_s)
 
@@ -227,13 +227,13 @@ def test_kept_costs_change_no_number(model: str, changes: list[dict[str, Any]]) 
     base: dict[str, Any] = {"model": load_model(model), "dp": 8, "tp": 2, "pp": 4, "global_batch": 64, "micro_batch": 1}
     cluster = load_cluster("h100-dgx-ndr400x8", 512)
     known, estimated = KnownCosts(cluster), 0
-    for one, other in itertools.product(changes, changes):
+    for first, second in itertools.product(changes, changes):
         try:
-            made = Setup(**(base | one | other))
+            step_setup = Setup(**(base | first | second))
         except LayoutError:
             continue
-        assert estimate_step(made, cluster, known) == estimate_step(made, cluster)
-        assert step_pieces(made, cluster, known) == step_pieces(made, cluster)
+        assert estimate_step(step_setup, cluster, known) == estimate_step(step_setup, cluster)
+        assert step_pieces(step_setup, cluster, known) == step_pieces(step_setup, cluster)
         estimated += 1
     assert estimated > len(changes)
 
@@ -242,15 +242,15 @@ def test_kept_costs_change_no_number(model: str, changes: list[dict[str, Any]]) 
 def test_the_bubble_is_that_of_the_lecture(schedule: str, chunks: int) -> None:
     """(p - 1) / (v m) of the time without it, where stages are alike (no head, a small embedding)."""
     plain = msgspec.structs.replace(GPT, vocabulary=0)
-    one = setup(model=plain, pp=4, schedule=schedule, chunks=chunks, micro_batch=4, global_batch=64)
-    estimate = estimate_step(one, load_cluster(DGX, 4))
+    step_setup = setup(model=plain, pp=4, schedule=schedule, chunks=chunks, micro_batch=4, global_batch=64)
+    estimate = estimate_step(step_setup, load_cluster(DGX, 4))
     busy = estimate.compute_s + estimate.tensor_comm_s + estimate.host_s
     assert estimate.bubble_s / busy == pytest.approx(3 / (16 * chunks), rel=0.03)
 
 
 def test_zero_bubble_schedules_are_faster_in_their_order() -> None:
-    one, h1, h2 = (step_s(pp=8, schedule=name) for name in ("1f1b", "zb-h1", "zb-h2"))
-    assert one > h1 > h2
+    plain, h1, h2 = (step_s(pp=8, schedule=name) for name in ("1f1b", "zb-h1", "zb-h2"))
+    assert plain > h1 > h2
 
 
 @given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.sampled_from([1, 2, 4]))
@@ -266,8 +266,8 @@ def test_more_work_takes_longer(dp: int, tp: int, pp: int, micro_batch: int) -> 
 
 def test_a_pipeline_gathers_sharded_parameters_once_a_step() -> None:
     def shared(pp: int, zero: int, m: int) -> float:
-        one = setup(pp=pp, dp=8, zero=zero, global_batch=8 * m)
-        return estimate_step(one, load_cluster(DGX, one.world_size)).data_comm_s
+        step_setup = setup(pp=pp, dp=8, zero=zero, global_batch=8 * m)
+        return estimate_step(step_setup, load_cluster(DGX, step_setup.world_size)).data_comm_s
 
     assert shared(4, 3, 16) == pytest.approx(shared(4, 1, 16))
     assert shared(4, 3, 16) == pytest.approx(shared(4, 3, 32))
@@ -277,8 +277,8 @@ def test_a_pipeline_gathers_sharded_parameters_once_a_step() -> None:
 @pytest.mark.parametrize("changes", [{"tp": 8, "sequence_parallel": True}, {"dp": 32, "zero": 1}, {"pp": 4, "tp": 4}])
 def test_what_overlaps_costs_less_but_not_nothing(changes: dict[str, Any]) -> None:
     def waits(overlap: str) -> float:
-        one = setup(**changes, overlap=overlap)
-        estimate = estimate_step(one, load_cluster(DGX, one.world_size))
+        step_setup = setup(**changes, overlap=overlap)
+        estimate = estimate_step(step_setup, load_cluster(DGX, step_setup.world_size))
         return estimate.tensor_comm_s + estimate.data_comm_s + estimate.pipeline_comm_s
 
     assert 0.3 * waits("none") < waits("all") < 0.8 * waits("none")
@@ -297,7 +297,7 @@ def test_llamas_own_operations_are_more_kernels_than_megatrons() -> None:
 
 def test_selective_recomputation_is_less_than_full_and_more_than_none() -> None:
     for changes in ({"zero": 3, "dp": 8, "flash": True}, {"zero": 0, "flash": True}, {"zero": 0, "flash": False}):
-        times = [step_s(recompute=one, **changes) for one in ("none", "selective", "full")]
+        times = [step_s(recompute=recompute, **changes) for recompute in ("none", "selective", "full")]
         assert times == sorted(times)
         assert len(set(times)) == 3
 
@@ -317,8 +317,8 @@ def test_the_axis_that_is_nearer_is_served_better() -> None:
     """Boxes of 8 with tp = 2: four neighbours are replicas, or four stages."""
 
     def parts(inner: str) -> tuple[float, float]:
-        one = setup(tp=2, dp=4, pp=4, inner=inner)
-        estimate = estimate_step(one, load_cluster(DGX, 32))
+        step_setup = setup(tp=2, dp=4, pp=4, inner=inner)
+        estimate = estimate_step(step_setup, load_cluster(DGX, 32))
         return estimate.data_comm_s, estimate.pipeline_comm_s
 
     replicas, stages = parts("dp"), parts("pp")
@@ -331,16 +331,16 @@ def test_the_axis_that_is_nearer_is_served_better() -> None:
 def test_embedding_and_head_may_stand_in_for_layers() -> None:
     """46 layers in 16 stages of 3 chunks, as zero-bubble runs have them."""
     model = msgspec.structs.replace(GPT, layers=46)
-    one = setup(model=model, pp=16, chunks=3, schedule="interleaved")
-    assert one.stage_layers == (2, *[3] * 14, 2)
+    step_setup = setup(model=model, pp=16, chunks=3, schedule="interleaved")
+    assert step_setup.stage_layers == (2, *[3] * 14, 2)
     with pytest.raises(LayoutError, match="64 layers"):
         setup(model=model, pp=16, chunks=4, schedule="interleaved")
 
 
 def test_faster_devices_are_faster() -> None:
-    one = setup(tp=8, micro_batch=4)
+    step_setup = setup(tp=8, micro_batch=4)
     v100, a100, h100 = (
-        estimate_step(one, load_cluster(name)).step_s for name in ("v100-dgx-edr100x4", DGX, "h100-dgx-ndr400x8")
+        estimate_step(step_setup, load_cluster(name)).step_s for name in ("v100-dgx-edr100x4", DGX, "h100-dgx-ndr400x8")
     )
     assert v100 > 1.5 * a100 > 2 * h100
 
@@ -369,8 +369,8 @@ def test_megatrons_weak_scaling_on_v100_is_within_five_points(tp: int, published
     for size in (1, tp):
         layers, hidden, heads = models[size]
         model = msgspec.structs.replace(GPT, layers=layers, hidden=hidden, heads=heads, ffn=4 * hidden, sequence=1024)
-        one = setup(model=model, tp=size, micro_batch=8, global_batch=8, recompute="full")
-        estimate = estimate_step(one, load_cluster("v100-dgx2h-edr100x8", size))
+        step_setup = setup(model=model, tp=size, micro_batch=8, global_batch=8, recompute="full")
+        estimate = estimate_step(step_setup, load_cluster("v100-dgx2h-edr100x8", size))
         rates[size] = estimate.model_flops_per_s / size
     assert 100 * rates[tp] / rates[1] == pytest.approx(published, abs=5)
 
@@ -411,8 +411,8 @@ def test_the_first_stage_holds_what_was_published(
     schedule = "interleaved" if chunks > 1 else "1f1b"
     layout = {"tp": 8, "pp": pp, "chunks": chunks, "schedule": schedule, "global_batch": 64 * micro_batch}
     for changes, published in (({}, whole), ({"recompute": "selective", "sequence_parallel": True}, selective)):
-        one = setup(model=model, micro_batch=micro_batch, **layout, **changes)
-        memory = stage_memory(one, 0, load_cluster(DGX, 8 * pp))
+        step_setup = setup(model=model, micro_batch=micro_batch, **layout, **changes)
+        memory = stage_memory(step_setup, 0, load_cluster(DGX, 8 * pp))
         assert memory.activations_bytes / 2**30 == pytest.approx(published, rel=0.001)
 
 
@@ -435,8 +435,8 @@ def test_sixteen_or_eighteen_bytes_a_parameter() -> None:
 @given(st.sampled_from([2, 4, 8]), st.sampled_from([1, 2, 4]))
 def test_what_saves_memory_saves_memory(tp: int, micro_batch: int) -> None:
     def peak(**changes: Any) -> float:
-        one = setup(**({"dp": 2, "tp": tp, "micro_batch": micro_batch} | changes))
-        return estimate_memory(one, load_cluster(DGX, one.world_size)).peak_bytes
+        step_setup = setup(**({"dp": 2, "tp": tp, "micro_batch": micro_batch} | changes))
+        return estimate_memory(step_setup, load_cluster(DGX, step_setup.world_size)).peak_bytes
 
     assert peak() > peak(recompute="selective") > peak(recompute="full")
     assert peak() > peak(sequence_parallel=True)

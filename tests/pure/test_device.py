@@ -45,8 +45,8 @@ def test_efficiency_is_constant_beyond_the_curve_and_one_without_it() -> None:
 
 
 @given(st.floats(0, 1e12), st.floats(0, 1e12))
-def test_a_rising_curve_rises_everywhere(one: float, other: float) -> None:
-    low, high = sorted((one, other))
+def test_a_rising_curve_rises_everywhere(size: float, other_size: float) -> None:
+    low, high = sorted((size, other_size))
     assert CURVED.efficiency_at("matmul", low) <= CURVED.efficiency_at("matmul", high) + 1e-12
 
 

@@ -35,19 +35,19 @@ def exported(name: str, **fields: Any) -> Exported:
     return targets.write(name, Form.of_setup(setup(**fields)), 8)
 
 
-def text_of(made: Exported) -> str:
-    (text,) = made.files.values()
+def text_of(export: Exported) -> str:
+    (text,) = export.files.values()
     return text
 
 
-def read(name: str, made: Exported) -> Form:
-    (file,) = made.files
+def read(name: str, export: Exported) -> Form:
+    (file,) = export.files
     model = None if name in ("torchtitan", "megatron") else LLAMA
-    return targets.read(text_of(made), file, made.form.num_ranks, model, name).form
+    return targets.read(text_of(export), file, export.form.num_ranks, model, name).form
 
 
-def whats(made: Exported) -> list[str]:
-    return [gap.what for gap in made.gaps]
+def whats(export: Exported) -> list[str]:
+    return [gap.what for gap in export.gaps]
 
 
 # --- round trips -----------------------------------------------------------------------------------------------------
@@ -75,35 +75,35 @@ def setups(draw: st.DrawFn) -> Setup:
 @settings(max_examples=25, deadline=None)
 @pytest.mark.parametrize("name", TARGETS)
 def test_what_was_exported_is_read_back(name: str, wanted: Setup) -> None:
-    made = targets.write(name, Form.of_setup(wanted), 8)
-    found = read(name, made)
+    export = targets.write(name, Form.of_setup(wanted), 8)
+    form = read(name, export)
     if name == "accelerate":  # its file has no batch, and recomputation only beside FSDP
-        own = made.form.layout
-        recompute = found.layout.recompute if "fsdp_config" in text_of(made) else own.recompute
-        layout = msgspec.structs.replace(found.layout, microbatches=own.microbatches, recompute=recompute)
-        found = msgspec.structs.replace(found, layout=layout, global_batch=made.form.global_batch)
-    told = ("layout", "global_batch", "precision")
-    assert [getattr(found, field) for field in told] == [getattr(made.form, field) for field in told]
+        own = export.form.layout
+        recompute = form.layout.recompute if "fsdp_config" in text_of(export) else own.recompute
+        layout = msgspec.structs.replace(form.layout, microbatches=own.microbatches, recompute=recompute)
+        form = msgspec.structs.replace(form, layout=layout, global_batch=export.form.global_batch)
+    fields = ("layout", "global_batch", "precision")
+    assert [getattr(form, field) for field in fields] == [getattr(export.form, field) for field in fields]
 
 
 @given(setups())
 @settings(max_examples=25, deadline=None)
 @pytest.mark.parametrize("name", TARGETS)
 def test_the_nearest_form_has_the_same_ranks_and_batch_and_can_be_exported_as_it_is(name: str, wanted: Setup) -> None:
-    made = targets.write(name, Form.of_setup(wanted), 8)
-    assert (made.form.num_ranks, made.form.global_batch) == (wanted.world_size, wanted.global_batch)
-    assert made.form.micro_batch >= 1
-    again = targets.write(name, made.form, 8)
-    assert again.form == made.form
+    export = targets.write(name, Form.of_setup(wanted), 8)
+    assert (export.form.num_ranks, export.form.global_batch) == (wanted.world_size, wanted.global_batch)
+    assert export.form.micro_batch >= 1
+    again = targets.write(name, export.form, 8)
+    assert again.form == export.form
     assert [gap for gap in again.gaps if "Ulysses" not in gap.nearest] == []
 
 
 def test_megatrons_arguments_hold_the_whole_model() -> None:
-    found = read("megatron", exported("megatron", tp=2, dp=2))
-    assert found.sizes == msgspec.structs.replace(LLAMA, name="megatron model", source="", head_size=0)
+    form = read("megatron", exported("megatron", tp=2, dp=2))
+    assert form.sizes == msgspec.structs.replace(LLAMA, name="megatron model", source="", head_size=0)
     moe = load_model("mixtral-8x7b")
-    made = targets.write("megatron", Form.of_setup(Setup(model=moe, dp=8, ep=8, global_batch=8)), 8)
-    again = targets.read(text_of(made), "megatron.args", 8, None).form
+    export = targets.write("megatron", Form.of_setup(Setup(model=moe, dp=8, ep=8, global_batch=8)), 8)
+    again = targets.read(text_of(export), "megatron.args", 8, None).form
     assert again.sizes is not None
     assert (again.sizes.experts, again.sizes.experts_per_token, again.layout.ep) == (8, 2, 8)
     assert again.sizes.parameters == moe.parameters
@@ -160,9 +160,9 @@ def test_a_command_starts_all_ranks() -> None:
 def test_a_gap_is_named_and_closed_by_the_nearest(
     name: str, fields: dict[str, Any], gap: str, nearest: dict[str, Any]
 ) -> None:
-    made = exported(name, **fields)
-    assert gap in whats(made)
-    assert {key: getattr(made.form.layout, key) for key in nearest} == nearest
+    export = exported(name, **fields)
+    assert gap in whats(export)
+    assert {key: getattr(export.form.layout, key) for key in nearest} == nearest
 
 
 @pytest.mark.parametrize(
@@ -182,11 +182,11 @@ def test_a_gap_is_named_and_closed_by_the_nearest(
 )
 def test_what_only_we_have_is_named(layout: Layout, gap: str) -> None:
     form = Form(model="m", layout=layout, global_batch=16)
-    found = torchtitan.express(form)
-    assert gap in [each.what for each in found.gaps]
-    assert found.layout.num_ranks == max(form.num_ranks, form.layout.num_ranks * layout.replicas)
-    assert found.form.global_batch % (found.layout.data_ranks * found.layout.microbatches) == 0
-    assert torchtitan.express(found.form).gaps == []
+    narrowing = torchtitan.express(form)
+    assert gap in [each.what for each in narrowing.gaps]
+    assert narrowing.layout.num_ranks == max(form.num_ranks, form.layout.num_ranks * layout.replicas)
+    assert narrowing.form.global_batch % (narrowing.layout.data_ranks * narrowing.layout.microbatches) == 0
+    assert torchtitan.express(narrowing.form).gaps == []
 
 
 def test_splits_by_other_factors_are_named() -> None:
@@ -196,18 +196,18 @@ def test_splits_by_other_factors_are_named() -> None:
 
 def test_unequal_stages_are_megatrons_own() -> None:
     form = Form(model="m", layout=Layout(pp=3), global_batch=4, blocks=(3, 5, 0))
-    made = targets.write("megatron", form, 8)
-    assert "--pipeline-model-parallel-layout 'Et*3|t*5|L'\n" in text_of(made)
+    export = targets.write("megatron", form, 8)
+    assert "--pipeline-model-parallel-layout 'Et*3|t*5|L'\n" in text_of(export)
     assert whats(targets.write("deepspeed", form, 8)) == ["stages of 3 and 5 and 0 blocks"]
 
 
 def test_both_forms_are_predicted_with_one_software() -> None:
     machine = load_cluster("h100-dgx-ndr400x8", 8)
-    made = export_sizes("accelerate", LLAMA, machine, global_batch=64, layout="pp=2,tp=4,sequence_parallel=true")
-    assert made.planned is not None
-    assert made.predicted is not None
-    assert made.planned.step_s != made.predicted.step_s
-    assert made.own_software == "hugging-face"
+    export = export_sizes("accelerate", LLAMA, machine, global_batch=64, layout="pp=2,tp=4,sequence_parallel=true")
+    assert export.planned is not None
+    assert export.predicted is not None
+    assert export.planned.step_s != export.predicted.step_s
+    assert export.own_software == "hugging-face"
     same = export_sizes("megatron", LLAMA, machine, global_batch=64, layout="tp=4,zero=1")
     assert same.planned == same.predicted
     assert not same.gaps
@@ -234,16 +234,21 @@ mode = "full"
 
 
 def test_advice_is_faster_in_the_trainers_own_terms() -> None:
-    found = advise(SLOW_TOML, "train.toml", load_cluster("h100-dgx-ndr400x8", 8))
-    assert (found.setup.tp, found.setup.pp, found.setup.recompute, found.software) == (4, 2, "full", "torchtitan-2025")
-    assert found.setup.model.sequence == 4096
-    assert found.best is not None
-    assert found.best.prediction.step_s < found.prediction.step_s
-    assert found.best.setup.global_batch == found.setup.global_batch
-    assert not found.best.export.gaps
-    assert {change.what for change in found.best.changes.differences} >= {"tp", "pp"}
-    again = targets.read(text_of(found.best.export), "torchtitan_config.py", 8, None)
-    assert again.form.setup() == found.best.setup
+    advice = advise(SLOW_TOML, "train.toml", load_cluster("h100-dgx-ndr400x8", 8))
+    assert (advice.setup.tp, advice.setup.pp, advice.setup.recompute, advice.software) == (
+        4,
+        2,
+        "full",
+        "torchtitan-2025",
+    )
+    assert advice.setup.model.sequence == 4096
+    assert advice.best is not None
+    assert advice.best.prediction.step_s < advice.prediction.step_s
+    assert advice.best.setup.global_batch == advice.setup.global_batch
+    assert not advice.best.export.gaps
+    assert {change.what for change in advice.best.changes.differences} >= {"tp", "pp"}
+    again = targets.read(text_of(advice.best.export), "torchtitan_config.py", 8, None)
+    assert again.form.setup() == advice.best.setup
 
 
 def test_changes_leave_out_what_no_pipeline_has() -> None:
@@ -325,8 +330,8 @@ def test_settings_that_are_not_read_are_named(text: str, file: str, unread: str)
 
 
 def test_values_that_a_trainer_finds_by_itself_are_assumed() -> None:
-    found = targets.read('{"pipeline": {"stages": "auto"}}', "a.json", 8, LLAMA)
-    assert (found.form.layout.pp, found.assumptions) == (
+    imported = targets.read('{"pipeline": {"stages": "auto"}}', "a.json", 8, LLAMA)
+    assert (imported.form.layout.pp, imported.assumptions) == (
         1, ("8 ranks", 'one pipeline stage, because pipeline.stages is "auto"')
     )  # fmt: skip
     experts = f"{MEGATRON} --num-experts 4 --moe-layer-freq '([0]*1+[1]*1)'"
@@ -394,5 +399,5 @@ def test_a_vocabulary_that_is_in_the_tokenizer_is_asked_for() -> None:
     arguments = MEGATRON.removesuffix(" --vocab-size 100")
     with pytest.raises(FileFormatError, match="the size of the vocabulary is in the tokenizer"):
         megatron.read(arguments, "run.sh", 1, None)
-    found = megatron.read(f"{arguments} --vocab-size 100 --foo-parallel 3 \\\n --bf16 # --fp16\n", "run.sh", 1, None)
-    assert (found.unread, found.form.precision) == (("--foo-parallel",), "bf16")
+    imported = megatron.read(f"{arguments} --vocab-size 100 --foo-parallel 3 \\\n --bf16 # --fp16\n", "run.sh", 1, None)
+    assert (imported.unread, imported.form.precision) == (("--foo-parallel",), "bf16")

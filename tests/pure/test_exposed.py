@@ -14,20 +14,22 @@ from meshwright.planner.buckets import BUCKET_BYTES, BucketMember, filled
 
 KEY = ((0,), "dp", (), False, 0, "float32")
 OTHER = ((1,), "dp", (), False, 0, "float32")
-Made = list[tuple[float, int]]
-made = st.lists(st.tuples(st.floats(0.1, 3.0), st.integers(1, 100)), min_size=1, max_size=8)
+Gradients = list[tuple[float, int]]
+GRADIENTS = st.lists(st.tuples(st.floats(0.1, 3.0), st.integers(1, 100)), min_size=1, max_size=8)
 
 
-def backward(gradients: Made) -> list[Actions]:
+def backward(gradients: Gradients) -> list[Actions]:
     """One gradient after each of some computing (seconds; bytes)."""
     return [Actions(1, tuple(Moment(seconds, gradients=(f"p{n}",)) for n, (seconds, _) in enumerate(gradients)))]
 
 
-def reductions(gradients: Made, most: int, alpha_s: float, byte_s: float = 0.01, **kind: bool) -> list[BucketTransfer]:
+def reductions(
+    gradients: Gradients, most: int, alpha_s: float, byte_s: float = 0.01, **kind: bool
+) -> list[BucketTransfer]:
     members = [BucketMember(KEY, f"p{n}", size) for n, (_, size) in enumerate(gradients)]
     return [
-        BucketTransfer("dp", one.parameters, alpha_s + byte_s * one.num_bytes, **kind)
-        for one in filled(members, most, {})
+        BucketTransfer("dp", bucket.parameters, alpha_s + byte_s * bucket.num_bytes, **kind)
+        for bucket in filled(members, most, {})
     ]
 
 
@@ -41,14 +43,14 @@ def test_buckets_hold_every_member_in_order_and_no_more_than_they_may(
     members = [BucketMember(key, f"p{n}", size) for n, (key, size) in enumerate(sizes)]
     buckets = filled(members, most, {"dp": "ring"})
     for key in (KEY, OTHER):
-        mine = [member.name for member in members if member.key == key]
-        assert [name for bucket in buckets for name in bucket.parameters if name in mine] == mine
+        names = [member.name for member in members if member.key == key]
+        assert [name for bucket in buckets for name in bucket.parameters if name in names] == names
     of_name = {member.name: member for member in members}
     for bucket in buckets:
         held = [of_name[name] for name in bucket.parameters]
-        assert len({one.key for one in held}) == 1
+        assert len({member.key for member in held}) == 1
         assert bucket.algorithm == "ring"
-        assert bucket.num_bytes == sum(one.num_bytes for one in held)
+        assert bucket.num_bytes == sum(member.num_bytes for member in held)
         assert bucket.num_bytes <= most or len(held) == 1
     assert sum(len(bucket.parameters) for bucket in buckets) == len(members)
 
@@ -56,7 +58,7 @@ def test_buckets_hold_every_member_in_order_and_no_more_than_they_may(
 def test_members_follow_the_buckets_of_another_plan() -> None:
     members = [BucketMember(KEY, name, BUCKET_BYTES) for name in "abcd"]
     base = [Bucket(axis="dp", parameters=("a", "c"), num_bytes=1), Bucket(axis="dp", parameters=("b",), num_bytes=1)]
-    assert [one.parameters for one in filled(members, BUCKET_BYTES, {}, base)] == [("a", "c"), ("b",), ("d",)]
+    assert [bucket.parameters for bucket in filled(members, BUCKET_BYTES, {}, base)] == [("a", "c"), ("b",), ("d",)]
 
 
 # --- the timeline ----------------------------------------------------------------------------------------------------
@@ -107,20 +109,20 @@ def test_other_collectives_of_the_axis_wait_for_the_link() -> None:
         assert exposed_s(actions, (), [BucketTransfer("dp", ("p0",), 3.0)]) == exposed
 
 
-@given(made)
-def test_where_nothing_hides_all_is_exposed(gradients: Made) -> None:
+@given(GRADIENTS)
+def test_where_nothing_hides_all_is_exposed(gradients: Gradients) -> None:
     sums = reductions(gradients, 60, 0.5, hides=False)
-    assert exposed_s(backward(gradients), (), sums) == pytest.approx(sum(one.seconds for one in sums))
+    assert exposed_s(backward(gradients), (), sums) == pytest.approx(sum(transfer.seconds for transfer in sums))
 
 
-@given(made, st.integers(1, 400))
-def test_without_latency_small_buckets_are_best(gradients: Made, most: int) -> None:
+@given(GRADIENTS, st.integers(1, 400))
+def test_without_latency_small_buckets_are_best(gradients: Gradients, most: int) -> None:
     small, large = (exposed_s(backward(gradients), (), reductions(gradients, size, 0.0)) for size in (0, most))
     assert small <= large + 1e-9
 
 
-@given(made, st.integers(0, 400))
-def test_with_a_latency_longer_than_backward_one_bucket_is_best(gradients: Made, most: int) -> None:
+@given(GRADIENTS, st.integers(0, 400))
+def test_with_a_latency_longer_than_backward_one_bucket_is_best(gradients: Gradients, most: int) -> None:
     alpha_s = sum(seconds for seconds, _ in gradients)
     few, many = (exposed_s(backward(gradients), (), reductions(gradients, size, alpha_s)) for size in (10_000, most))
     assert few <= many + 1e-9
@@ -145,9 +147,9 @@ options = st.lists(
 )
 
 
-@given(made.flatmap(lambda m: st.tuples(st.just(m[:5]), st.lists(options, min_size=5, max_size=5))), st.booleans())
+@given(GRADIENTS.flatmap(lambda m: st.tuples(st.just(m[:5]), st.lists(options, min_size=5, max_size=5))), st.booleans())
 def test_the_choice_of_transfers_is_that_of_brute_force(
-    drawn: tuple[Made, list[list[tuple[float, bool, float]]]], alone: bool
+    drawn: tuple[Gradients, list[list[tuple[float, bool, float]]]], alone: bool
 ) -> None:
     """Transfers that computing hides or not, with charges; on two axes, with a gather and another collective."""
     gradients, chosen = drawn
@@ -178,6 +180,6 @@ def test_a_bucket_that_computing_hides_stays_as_it_is() -> None:
     dense, coded = (
         [BucketTransfer("dp", ("p0",), a), BucketTransfer("dp", ("p1", "p2"), b)] for a, b in ((1.0, 3.0), (0.1, 0.5))
     )
-    choices = [[one, other._replace(charge_s=0.01)] for one, other in zip(dense, coded, strict=True)]
+    choices = [[transfer, other._replace(charge_s=0.01)] for transfer, other in zip(dense, coded, strict=True)]
     actions = backward([(4.0, 1), (1.0, 1), (1.0, 1)])
     assert [each.seconds for each in least_exposed(actions, (), choices)] == [1.0, 0.5]

@@ -52,9 +52,9 @@ def test_missing_packages_are_unpacked_and_the_rest_is_named(tmp_path: Path, mon
     left = needs.unpack(tmp_path, tmp_path / "site")
     assert left == ["torch", "msgspec"]
     assert (tmp_path / "site" / "tomli_w.py").exists()
-    told = needs.explained(left)
-    assert "install torch there; PyTorch in a build for CUDA" in told
-    assert f"make gpu-wheels GPU_PYTHON={needs.sys.version_info.major}.{needs.sys.version_info.minor}" in told
+    explanation = needs.explained(left)
+    assert "install torch there; PyTorch in a build for CUDA" in explanation
+    assert f"make gpu-wheels GPU_PYTHON={needs.sys.version_info.major}.{needs.sys.version_info.minor}" in explanation
 
 
 def test_without_what_it_needs_it_ends_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -69,10 +69,10 @@ def test_lines_of_a_part_that_was_stopped_are_kept(tmp_path: Path) -> None:
     assert notes.tried("second", lambda: 1 / 0) is None
     with (tmp_path / "part.jsonl").open("ab") as file:
         file.write(b'{"finding": {"kind": "che')
-    found = list(lines_of(tmp_path / "part.jsonl"))
-    assert [line.finding.target for line in found if line.finding] == ["second"]
-    assert found[1].finding is not None
-    assert "ZeroDivisionError" in found[1].finding.measured
+    lines = list(lines_of(tmp_path / "part.jsonl"))
+    assert [line.finding.target for line in lines if line.finding] == ["second"]
+    assert lines[1].finding is not None
+    assert "ZeroDivisionError" in lines[1].finding.measured
 
 
 def test_results_name_the_device_and_pass_the_lint(tmp_path: Path) -> None:

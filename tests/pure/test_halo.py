@@ -45,9 +45,9 @@ def test_parts_that_are_not_equal_read_as_far() -> None:
 @given(WINDOWS, st.integers(1, 13), st.integers(1, 5), st.integers(1, 30))
 def test_what_one_gets_another_gives(windows: dict[str, int], count: int, parts: int, length: int) -> None:
     ranges, rows = window_ranges(bounds(count, [parts]), **windows), bounds(length, [parts])
-    got = {(part, other, one) for part in range(parts) for other, one in fetched(ranges, rows, part)}
-    gave = {(other, part, one) for part in range(parts) for other, one in given_rows(ranges, rows, part)}
-    assert got == gave
+    received = {(part, other, span) for part in range(parts) for other, span in fetched(ranges, rows, part)}
+    sent = {(other, part, span) for part in range(parts) for other, span in given_rows(ranges, rows, part)}
+    assert received == sent
     for part in range(parts):
         before, after = outside(ranges[part], owned(rows, part))
         kept = overlap(ranges[part], owned(rows, part))

@@ -81,19 +81,19 @@ def test_a_slow_rank_is_named_with_its_last_operation_and_its_stack() -> None:
 
 
 @pytest.mark.parametrize(
-    ("condition", "said"),
+    ("condition", "problem"),
     [
         ("stopped", "its process is stopped by a signal (kill -CONT 1002 lets it go on)"),
         ("ended", "its process has ended"),
         ("silent", "it has given no sign of life for 0.0 s"),
     ],
 )
-def test_a_rank_that_cannot_come_is_told_from_a_slow_one(condition: Condition, said: str) -> None:
+def test_a_rank_that_cannot_come_is_told_from_a_slow_one(condition: Condition, problem: str) -> None:
     gone = Rank(2, condition=condition)
     hang = hang_of(waiting(0), waiting(1), gone)
     assert hang.kind == condition
     assert hang.causes == (2,)
-    assert hang.problem.startswith(said)
+    assert hang.problem.startswith(problem)
 
 
 def test_the_rank_at_the_end_of_a_chain_is_the_cause() -> None:
@@ -221,8 +221,8 @@ def test_a_hang_is_certain_exactly_where_programs_cannot_go_on(
         for rank in GROUPS[name]:
             at[rank] += 1
     ranks = [Rank(number) for number in range(4)]
-    for each, made in zip(ranks, calls, strict=True):
-        for index, name in enumerate(made[: at[each.number] + (current(each.number) is not None)]):
+    for each, names in zip(ranks, calls, strict=True):
+        for index, name in enumerate(names[: at[each.number] + (current(each.number) is not None)]):
             waits = index == at[each.number]
             each.does(name, GROUPS[name], waits=90.0 if waits else 0.0, done=0.0 if waits else 50.0)
     hang = explain({each.number: each.seen for each in ranks})

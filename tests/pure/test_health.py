@@ -163,11 +163,11 @@ def test_prometheus_text(directory: Path) -> None:
 
 @pytest.fixture
 def server(directory: Path) -> Iterator[HealthServer]:
-    found = HealthServer("127.0.0.1", 0, TOKEN, lambda: read_health(directory, NOW_S))
-    thread = threading.Thread(target=found.run)
+    health_server = HealthServer("127.0.0.1", 0, TOKEN, lambda: read_health(directory, NOW_S))
+    thread = threading.Thread(target=health_server.run)
     thread.start()
-    yield found
-    found.close()
+    yield health_server
+    health_server.close()
     thread.join()
 
 
@@ -175,9 +175,9 @@ def answered(address: str, path: str, authorization: str | None) -> tuple[int, s
     connection = http.client.HTTPConnection(address, timeout=30)
     connection.request("GET", path, headers={} if authorization is None else {"Authorization": authorization})
     answer = connection.getresponse()
-    said = answer.read().decode()
+    body = answer.read().decode()
     connection.close()
-    return answer.status, said
+    return answer.status, body
 
 
 def test_a_server_tells_what_the_folder_tells(server: HealthServer, directory: Path) -> None:
@@ -221,11 +221,11 @@ def test_errors_of_asking(server: HealthServer, directory: Path) -> None:
 def test_the_command_shows_a_run(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hold(directory, ended_process())
     assert cli(["watch", str(directory), "--once"]) == 0
-    said = capsys.readouterr().out
-    assert "gpt: stopped, step 2 of 10" in said
-    assert "loss 3  step_s 2\nheld out: loss 4.5\nloss █▁ of the last 2 steps\n" in said
-    assert "rank  state  does" in said
-    assert "ended  at step 3" in said
+    output = capsys.readouterr().out
+    assert "gpt: stopped, step 2 of 10" in output
+    assert "loss 3  step_s 2\nheld out: loss 4.5\nloss █▁ of the last 2 steps\n" in output
+    assert "rank  state  does" in output
+    assert "ended  at step 3" in output
     assert cli(["watch", str(directory), "--json"]) == 0
     assert msgspec.json.decode(capsys.readouterr().out, type=RunHealth).step == 2
     (directory / "ranks" / "1.failure").write_text('{"kind": "ValueError", "problem": "too [bold]large"}')
@@ -246,9 +246,9 @@ def test_the_command_asks_an_address(
 def test_wrong_calls_of_the_command(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli(["watch", "runs/none"]) == 2
     assert cli(["watch", str(directory), "--serve", "9464"]) == 2
-    said = capsys.readouterr().err
-    assert "runs/none: there is no such directory" in said
-    assert "--serve: '9464' is no address and port\n  -> write 127.0.0.1:9464" in said
+    error = capsys.readouterr().err
+    assert "runs/none: there is no such directory" in error
+    assert "--serve: '9464' is no address and port\n  -> write 127.0.0.1:9464" in error
 
 
 def test_curves() -> None:

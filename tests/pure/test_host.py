@@ -53,8 +53,8 @@ def test_joined_actions_wait_as_one(parts: list[tuple[float, float]]) -> None:
     """Stages are joined from layers whose kernels had waited already."""
     alone: list[Piece] = [Compute("x", device_s, launch_s=launch_s) for device_s, launch_s in parts]
     waited = [piece for each in alone for piece in launched([each])]
-    for found, expected in zip(launched(waited), launched(alone), strict=True):
-        assert isinstance(found, Compute)
+    for piece, expected in zip(launched(waited), launched(alone), strict=True):
+        assert isinstance(piece, Compute)
         assert isinstance(expected, Compute)
-        assert found.seconds == pytest.approx(expected.seconds)
-        assert found.host_s == pytest.approx(expected.host_s, abs=1e-9)
+        assert piece.seconds == pytest.approx(expected.seconds)
+        assert piece.host_s == pytest.approx(expected.host_s, abs=1e-9)

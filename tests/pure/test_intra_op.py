@@ -50,14 +50,14 @@ def problems(draw: st.DrawFn, moments: int = 0) -> Problem:
 
 
 def assert_best(problem: Problem) -> None:
-    best, found = solve_by_trying(problem), solve(problem)
+    best, solution = solve_by_trying(problem), solve(problem)
     if best is None:
-        assert found is None
+        assert solution is None
     else:
-        assert found is not None
-        assert found.seconds == pytest.approx(best.seconds)
-        assert found.gap == pytest.approx(0.0, abs=1e-5)
-        assert problem.fits(found.choices)
+        assert solution is not None
+        assert solution.seconds == pytest.approx(best.seconds)
+        assert solution.gap == pytest.approx(0.0, abs=1e-5)
+        assert problem.fits(solution.choices)
 
 
 @given(problems())
@@ -74,12 +74,12 @@ def test_so_it_is_under_limits_of_memory(problem: Problem) -> None:
 def test_simplifying_keeps_the_best_and_the_program_finds_it(problem: Problem, widest: int, largest: int) -> None:
     best = solve_by_trying(problem)
     core = eliminate.simplify(problem, widest=widest, largest=largest)
-    found = solve_core(core)
+    solution = solve_core(core)
     if best is None:
-        assert found.chosen is None or not np.isfinite(problem.seconds(core.complete(found.chosen)))
+        assert solution.chosen is None or not np.isfinite(problem.seconds(core.complete(solution.chosen)))
     else:
-        assert found.chosen is not None
-        assert problem.seconds(core.complete(found.chosen)) == pytest.approx(best.seconds)
+        assert solution.chosen is not None
+        assert problem.seconds(core.complete(solution.chosen)) == pytest.approx(best.seconds)
 
 
 @given(problems())
@@ -117,7 +117,7 @@ def test_the_program_gets_small_tables_where_elimination_ends(monkeypatch: pytes
     count, choices, places = 8, 26, np.arange(26)
     pairs = [(0, other) for other in range(1, 5)] + list(itertools.combinations(range(1, count), 2))
     differ = 1.0 - np.eye(choices)
-    tensors = tuple(ProblemTensor(one, places, ((other, places),), differ) for one, other in pairs)
+    tensors = tuple(ProblemTensor(maker, places, ((reader, places),), differ) for maker, reader in pairs)
     costs = np.random.default_rng(0).integers(1, 9, (count, choices)).astype(float)
     costs[:, 11] = 0.5
     nodes = tuple(ProblemNode(f"n{index}", each, np.zeros((0, choices))) for index, each in enumerate(costs))

@@ -114,15 +114,15 @@ def test_only_what_changes_outputs_changes_the_digest(folder: Path) -> None:
     before = [vertex_digest(vertex, folder) for vertex in graph.vertices.values()]
     assert digests(GRAPH.replace("seconds = 1", "seconds = 9\ncpus = 3\nretries = 7")) == before
     changed = digests(GRAPH.replace('"cp"', '"mv"'))
-    assert [one != other for one, other in zip(before, changed, strict=True)] == [False, False, True, False]
+    assert [old != new for old, new in zip(before, changed, strict=True)] == [False, False, True, False]
     (folder / "run.toml").write_text(RUN + "[train]\nsteps = 9\n")
-    assert [one != other for one, other in zip(before, digests(), strict=True)] == [False, True, False, False]
+    assert [old != new for old, new in zip(before, digests(), strict=True)] == [False, True, False, False]
     (folder / "steps.py").write_text(STEPS + "# changed\n")
-    assert [one != other for one, other in zip(before, digests(), strict=True)] == [True, True, False, True]
+    assert [old != new for old, new in zip(before, digests(), strict=True)] == [True, True, False, True]
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "told"),
+    ("old", "new", "message"),
     [
         # keys
         ("seconds = 2", "secods = 2", "g.toml: vertices.prepare: Object contains unknown field `secods`\n  -> did you"),
@@ -175,7 +175,7 @@ def test_only_what_changes_outputs_changes_the_digest(folder: Path) -> None:
     ],
 )  # fmt: skip
 def test_bad_graphs_are_refused(
-    folder: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, told: str
+    folder: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, message: str
 ) -> None:
     text = GRAPH + NODES
     assert old in text
@@ -184,7 +184,7 @@ def test_bad_graphs_are_refused(
     assert cli(["jobs", "g.toml", "--plan"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("meshwright: g.toml: ")
-    assert told in error
+    assert message in error
 
 
 CYCLE = """\
@@ -206,8 +206,8 @@ outputs = { x = "x.txt" }
 def test_a_cycle_is_named_in_order(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "g.toml").write_text(CYCLE + NODES)
     assert cli(["jobs", "g.toml", "--plan"]) == 2
-    told = "g.toml: vertices: a -> b -> c -> a is a cycle: each waits for the one before it\n  -> remove an input"
-    assert told in capsys.readouterr().err
+    message = "g.toml: vertices: a -> b -> c -> a is a cycle: each waits for the one before it\n  -> remove an input"
+    assert message in capsys.readouterr().err
 
 
 def test_vertices_that_run_together_do_not_wait_for_another_between_them(folder: Path) -> None:

@@ -83,8 +83,8 @@ def test_a_chain_has_no_two_names_that_could_run_at_once(before: Edges) -> None:
         return any(first in path for path in paths(before, last))
 
     apart = [
-        (one, other) for one, other in itertools.combinations(before, 2)
-        if not reaches(one, other) and not reaches(other, one)
+        (name, other) for name, other in itertools.combinations(before, 2)
+        if not reaches(name, other) and not reaches(other, name)
     ]  # fmt: skip
     assert order.is_chain(before) == (not apart)
     for chain in order.chains(before):
@@ -206,7 +206,7 @@ def test_spans_of_a_lane_do_not_overlap(intervals: list[tuple[int, int]]) -> Non
         for index, (start, length) in enumerate(intervals)
     ]
     lanes = lanes_of(spans)
-    for one, other in itertools.combinations(spans, 2):
-        assert lanes[one] != lanes[other] or one.end_s <= other.start_s or other.end_s <= one.start_s
+    for first, second in itertools.combinations(spans, 2):
+        assert lanes[first] != lanes[second] or first.end_s <= second.start_s or second.end_s <= first.start_s
     at_once = max((sum(s.start_s <= span.start_s < s.end_s for s in spans) for span in spans), default=0)
     assert len(set(lanes.values())) == at_once

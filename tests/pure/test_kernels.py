@@ -69,11 +69,14 @@ def test_a_lowered_product_takes_what_the_same_sizes_take(name: str, dtype: torc
 def test_a_lowered_convolution_is_the_product_of_positions_by_filters(name: str, groups: int, kernel: int) -> None:
     """All three passes read two of images, filters and results, and write the third; sizes alone say the same."""
     rates = Rates(DEVICES[name])
-    images, weight, made = meta(8, 64, 14, 14), meta(128, 64 // groups, kernel, kernel), meta(8, 128, 14, 14)
+    images, weight, results = meta(8, 64, 14, 14), meta(128, 64 // groups, kernel, kernel), meta(8, 128, 14, 14)
     rows, columns, depth = 8 * 14 * 14, 128 // groups, 64 // groups * kernel**2
     rest = (None, [1, 1], [kernel // 2] * 2, [1, 1], False, [0, 0], groups)
-    flops, moved = 2.0 * groups * rows * columns * depth, 4 * sum(one.numel() for one in (images, weight, made))
-    forward = counted(rates, aten.convolution.default, (images, weight, *rest), made)
+    flops, moved = (
+        2.0 * groups * rows * columns * depth,
+        4 * sum(tensor.numel() for tensor in (images, weight, results)),
+    )
+    forward = counted(rates, aten.convolution.default, (images, weight, *rest), results)
     wanted = rates.seconds("convolution", "float32", flops, moved, Product(rows, columns, depth, groups))
     assert forward.bytes == moved
     assert forward.seconds == pytest.approx(wanted, rel=1e-9)
@@ -83,7 +86,7 @@ def test_a_lowered_convolution_is_the_product_of_positions_by_filters(name: str,
     }
     backward_s = 0.0
     for index, (kind, (output, sizes)) in enumerate(passes.items()):
-        args = (made, images, weight, *rest, [other == index for other in range(3)])
+        args = (results, images, weight, *rest, [other == index for other in range(3)])
         counts = counted(rates, aten.convolution_backward.default, args, output)
         wanted = rates.seconds(kind, "float32", flops, moved, Product(*sizes, groups))
         assert counts.bytes == moved
@@ -93,10 +96,10 @@ def test_a_lowered_convolution_is_the_product_of_positions_by_filters(name: str,
         name="c", kind="convolution", inputs=64, outputs=128, kernel=kernel, groups=groups, pixels_in=196,
         pixels_out=196,
     )  # fmt: skip
-    cost, made_bytes = layer_cost(layer, 8, rates, "float32"), 4 * made.numel()
+    cost, result_bytes = layer_cost(layer, 8, rates, "float32"), 4 * results.numel()
     if rates.launch_s == 0:
-        after_s = rates.memory_bound("pointwise", 2 * made_bytes).seconds
-        after_backward_s = rates.memory_bound("pointwise", 3 * made_bytes, 2).seconds
+        after_s = rates.memory_bound("pointwise", 2 * result_bytes).seconds
+        after_backward_s = rates.memory_bound("pointwise", 3 * result_bytes, 2).seconds
         assert cost.forward_s == pytest.approx(forward.seconds + after_s)
         assert cost.backward_s == pytest.approx(backward_s + after_backward_s)
 
@@ -105,9 +108,9 @@ def test_a_lowered_convolution_is_the_product_of_positions_by_filters(name: str,
 def test_a_lowered_stream_takes_what_the_same_bytes_take(name: str) -> None:
     rates = Rates(DEVICES[name])
     for size in (10, 10**4, 10**7):
-        one = meta(size)
+        tensor = meta(size)
         for target, kind in ((aten.neg.default, "pointwise"), (aten.gelu.default, "activation")):
-            assert counted(rates, target, (one,), one).seconds == rates.memory_bound(kind, 8 * size).seconds
+            assert counted(rates, target, (tensor,), tensor).seconds == rates.memory_bound(kind, 8 * size).seconds
 
 
 def test_rows_that_are_added_in_place_are_all_that_is_read_and_written() -> None:
@@ -118,8 +121,8 @@ def test_rows_that_are_added_in_place_are_all_that_is_read_and_written() -> None
 def attention(backward: bool, part: torch.Tensor, rest: torch.Tensor, dropout: float, causal: bool) -> Kernel:
     settings = (dropout, causal, 0.25, 0, 3)
     if backward:
-        args, made = (part, part, part, part, None, part, rest, *settings), (part, part, part)
-        (kernel,) = kernels(torch.ops.meshwright.attention_backward.default, args, *made)
+        args, gradients = (part, part, part, part, None, part, rest, *settings), (part, part, part)
+        (kernel,) = kernels(torch.ops.meshwright.attention_backward.default, args, *gradients)
     else:
         (kernel,) = kernels(torch.ops.meshwright.attention.default, (part, part, part, None, *settings), part, rest)
     return kernel
@@ -147,13 +150,13 @@ def test_attention_that_forms_its_scores_pays_for_them(name: str, dropout: float
     products = 5 if backward else 2
     flops = 2.0 * part.numel() * rows * products
     kernel = attention(backward, part, rest, dropout, False)
-    found = rates.cost(kernel)
+    cost = rates.cost(kernel)
     moved = 4 * ((8 if backward else 4) * part.numel() + rest.numel())
     fused_s = rates.seconds("attention_backward" if backward else "attention", "float32", flops, moved)
-    assert found.bytes > 10 * scores
-    assert found.seconds > rates.memory_bound("pointwise", 8 * scores).seconds + 0.5 * products / 5 * fused_s
+    assert cost.bytes > 10 * scores
+    assert cost.seconds > rates.memory_bound("pointwise", 8 * scores).seconds + 0.5 * products / 5 * fused_s
     assert scratch_bytes(kernel, on_cpu=name == "calibrated") >= 2 * scores
-    assert found.flops == flops
+    assert cost.flops == flops
 
 
 def test_measured_curves_say_all_that_a_kernel_takes() -> None:
@@ -179,7 +182,7 @@ def test_kinds_without_a_curve_follow_the_fractions_of_the_device() -> None:
 
 def test_float32_products_do_not_use_tensor_cores_and_convolutions_do() -> None:
     rates, a100 = Rates(DEVICES["a100-80gb"]), DEVICES["a100-80gb"]
-    plain, tensor = (rates.matmul_s(8192, 8192, 8192, dtype=one) for one in ("float32", "tfloat32"))
+    plain, tensor = (rates.matmul_s(8192, 8192, 8192, dtype=dtype) for dtype in ("float32", "tfloat32"))
     ratio = a100.peak("tfloat32") / a100.peak("float32")
     assert plain > 0.9 * ratio * tensor
     assert rates.matmul_s(8192, 8192, 8192, dtype="float32", kind="convolution") == tensor
@@ -209,12 +212,12 @@ MEASURED = [
 def test_fitted_constants_are_those_that_made_the_times() -> None:
     h100 = load_device("h100")
     assert h100.kernels is not None
-    made = msgspec.structs.replace(h100.kernels, matmul_fraction=0.8, extra_depth=200.0, operand_cost=8.0)
-    rates = Rates(msgspec.structs.replace(h100, kernels=made))
+    constants = msgspec.structs.replace(h100.kernels, matmul_fraction=0.8, extra_depth=200.0, operand_cost=8.0)
+    rates = Rates(msgspec.structs.replace(h100, kernels=constants))
     times = [(size, "bfloat16", rates.matmul_s(size.m, size.n, size.k)) for size in MEASURED]
     fitted = fitted_kernels(h100, h100.kernels, times)
-    assert (fitted.kernels.extra_depth, fitted.kernels.operand_cost) == (made.extra_depth, made.operand_cost)
-    assert fitted.kernels.matmul_fraction == pytest.approx(made.matmul_fraction, rel=1e-3)
+    assert (fitted.kernels.extra_depth, fitted.kernels.operand_cost) == (constants.extra_depth, constants.operand_cost)
+    assert fitted.kernels.matmul_fraction == pytest.approx(constants.matmul_fraction, rel=1e-3)
     assert fitted.deviation < 1e-3
 
 

@@ -20,12 +20,12 @@ def sizes_of(work: list[float], firsts: tuple[int, ...]) -> list[float]:
 
 def brute_force(work: list[float], crossing: list[float], count: int, bound: float) -> tuple[float, float, float]:
     """The best (largest border, sum of borders, squared work) of all groupings within the bound."""
-    found = [
+    scores = [
         (max(crossing[first] for first in firsts), sum(crossing[first] for first in firsts), sum(s**2 for s in sizes))
         for firsts in itertools.combinations(range(1, len(work)), count - 1)
         if max(sizes := sizes_of(work, firsts)) <= bound and all(crossing[first] < inf for first in firsts)
     ]
-    return min(found, default=(inf, inf, inf))
+    return min(scores, default=(inf, inf, inf))
 
 
 OPERATORS = st.lists(
@@ -49,9 +49,9 @@ def test_equal_to_brute_force(operators: list[tuple[float, float]], count: int) 
     sizes = sizes_of(work, firsts)
     bound = max((1 + TOLERANCE) * sum(work) / count, max(sizes))
     borders = [crossing[first] for first in firsts]
-    found = max(borders), sum(borders), sum(size**2 for size in sizes)
+    score = max(borders), sum(borders), sum(size**2 for size in sizes)
     if max(sizes) <= (1 + TOLERANCE) * sum(work) / count:
-        assert found == pytest.approx(brute_force(work, crossing, count, bound))
+        assert score == pytest.approx(brute_force(work, crossing, count, bound))
     else:  # an inseparable piece is too large: nothing keeps the bound
         assert brute_force(work, crossing, count, (1 + TOLERANCE) * sum(work) / count) == (inf, inf, inf)
 

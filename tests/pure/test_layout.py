@@ -16,7 +16,7 @@ def test_the_text_says_that_parameters_differ_in_their_zero_stage() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "told"),
+    ("sizes", "message"),
     [
         ({"zero": 1}, "layout: zero=1 with dp=1: there is no rank to share with\n  -> give dp of 2 or more"),
         ({"tp": 2, "zero": 3}, "layout: zero=3 with dp=1: there is no rank to share with"),
@@ -37,14 +37,14 @@ def test_the_text_says_that_parameters_differ_in_their_zero_stage() -> None:
         ),
     ],
 )
-def test_zero_that_cannot_be_is_refused(sizes: dict[str, Any], told: str) -> None:
+def test_zero_that_cannot_be_is_refused(sizes: dict[str, Any], message: str) -> None:
     def resolve() -> None:
-        made = Layout(**sizes)
-        made.resolved(made.num_ranks)
+        layout = Layout(**sizes)
+        layout.resolved(layout.num_ranks)
 
     with pytest.raises(LayoutError) as caught:
         resolve()
-    assert str(caught.value).startswith(told)
+    assert str(caught.value).startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_grid_divides_features_and_samples() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "ranks", "told"),
+    ("sizes", "ranks", "message"),
     [
         ({"tp": (2, 2, 2), "dp": 2}, 8, "layout: dp=2 x tp=[2, 2, 2] needs 16 ranks, there are 8\n  -> choose sizes"),
         ({"tp": (2, 0, 1)}, 2, "layout: tp: tp=[2, 0, 1]\n  -> give three sizes of 1 or more"),
@@ -119,7 +119,7 @@ def test_a_grid_divides_features_and_samples() -> None:
         ({"tp": (1, 1, 2), "dp": 2, "zero": 3, "zero_ranks": 2}, 4, "layout: tp: tp=[1, 1, 2] with zero_ranks=2\n"),
     ],
 )  # fmt: skip
-def test_grids_that_cannot_be_are_refused(sizes: dict[str, Any], ranks: int, told: str) -> None:
+def test_grids_that_cannot_be_are_refused(sizes: dict[str, Any], ranks: int, message: str) -> None:
     with pytest.raises(LayoutError) as caught:
         Layout(**sizes).resolved(ranks)
-    assert str(caught.value).startswith(told)
+    assert str(caught.value).startswith(message)

@@ -33,18 +33,18 @@ PREDICT = ["predict", "llama2-7b", "--cluster", DGX, "--global-batch", "8"]
 
 def setups() -> list[Setup]:
     """Layouts of one model that differ in what limits them."""
-    found = []
+    all_setups = []
     for name in ("llama2-7b", "gpt3-1b3"):
         for dp, tp, pp in ((8, 1, 1), (2, 4, 1), (2, 1, 4), (2, 2, 2)):
             for micro_batch in (1, 2, 4):
                 for recompute in ("none", "full"):
-                    found.append(
+                    all_setups.append(
                         Setup(
                             model=load_model(name), dp=dp, tp=tp, pp=pp, micro_batch=micro_batch, global_batch=64,
                             recompute=recompute, zero=1,
                         )
                     )  # fmt: skip
-    return found
+    return all_setups
 
 
 def runs_of(truth: Software, *, start: Software = START, noise: float = 0.0, memory: str = "") -> list[Case]:
@@ -342,8 +342,8 @@ def test_a_sure_profile_learns_too() -> None:
 
 
 def test_a_table_may_name_cluster_files(tmp_path: Path) -> None:
-    mine = msgspec.structs.replace(load_cluster("a100-80gb-dgx"), name="mine")
-    files.save(mine, tmp_path / "mine.toml")
+    cluster = msgspec.structs.replace(load_cluster("a100-80gb-dgx"), name="mine")
+    files.save(cluster, tmp_path / "mine.toml")
     path = table(tmp_path / "runs.csv", {"cluster": str(tmp_path / "mine.toml"), "step_time_s": "0.8"})
     assert learn_table(path).cluster.name == "mine"
 
@@ -367,10 +367,10 @@ def test_each_stack_of_a_table_is_learned_by_itself(tmp_path: Path, capsys: pyte
 
 def test_plans_by_sizes_use_the_profile(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["plan", "llama2-7b", "--cluster", DGX, "--ranks", "8", "--batch", "16", "--json"]
-    found = {}
+    step_s = {}
     for name in ("megatron-lm", "deepspeed"):
         assert cli([*asked, "--software", name]) == 0
-        found[name] = json.loads(capsys.readouterr().out)["options"][0]["estimate"]["step_s"]
-    assert found["deepspeed"] > found["megatron-lm"]
+        step_s[name] = json.loads(capsys.readouterr().out)["options"][0]["estimate"]["step_s"]
+    assert step_s["deepspeed"] > step_s["megatron-lm"]
     assert cli(["plan", "mlp", "--ranks", "2", "--software", "deepspeed"]) == 2
     assert "is captured as it is" in capsys.readouterr().err

@@ -32,9 +32,9 @@ def run(
     noise = [draw.gauss(0.0, 0.02) if seed else 0.0 for _ in range(2)]
     before = times(0, 8.0, 2.0, 0.0, 0.0)
     after = times(0, 8.0 * compute * (1 + noise[0]), 2.0 * communication * (1 + noise[1]), 0.0, 0.0)
-    found = ledger((before, after), levels=levels)
+    base_ledger = ledger((before, after), levels=levels)
     betas = tuple(level.beta_s_per_byte for level in CLUSTER.levels if level.name in levels)
-    return msgspec.structs.replace(found, pace=pace, beta_s_per_byte=betas, layout=layout)
+    return msgspec.structs.replace(base_ledger, pace=pace, beta_s_per_byte=betas, layout=layout)
 
 
 def slowness(cluster: Cluster) -> list[float]:
@@ -63,9 +63,9 @@ def test_planted_factors_are_found_from_some_runs(compute: float, communication:
 def test_one_run_goes_part_of_the_way_and_more_runs_go_further(compute: float, communication: float) -> None:
     paces, links = [1.0], [1.0]
     for number in (1, 3, 9):
-        found = learn_ledgers([run(compute, communication, layout=f"dp{k}") for k in range(number)], CLUSTER).cluster
-        paces.append(found.software.pace)
-        links.append(slowness(found)[0])
+        cluster = learn_ledgers([run(compute, communication, layout=f"dp{k}") for k in range(number)], CLUSTER).cluster
+        paces.append(cluster.software.pace)
+        links.append(slowness(cluster)[0])
     for way, end in ((paces, compute), (links, communication)):
         left = [abs(value / end - 1) for value in way]
         assert all(after <= before + 1e-6 for before, after in itertools.pairwise(left))
@@ -142,32 +142,32 @@ def test_a_run_teaches_a_cluster_only_once() -> None:
 def test_what_a_run_teaches_does_not_depend_on_when_it_was_predicted() -> None:
     """A run that computes at the pace 1.25 says so whether its prediction was right or too short."""
     slow = msgspec.structs.replace(CLUSTER, software=Software(pace=1.25))
-    found = [learn_ledgers([each], slow).cluster.software.pace for each in (run(1.25), run(1.0, pace=1.25))]
-    assert found == [pytest.approx(1.25)] * 2
+    paces = [learn_ledgers([each], slow).cluster.software.pace for each in (run(1.25), run(1.0, pace=1.25))]
+    assert paces == [pytest.approx(1.25)] * 2
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
 def peaks(predicted: int, measured: int, number: int = 0, **entry: int) -> Ledger:
-    found = run(layout=f"dp{number}")
-    (rank,) = found.ranks
+    base_ledger = run(layout=f"dp{number}")
+    (rank,) = base_ledger.ranks
     before, after = (
         msgspec.structs.replace(each, peak_bytes=size)
         for each, size in ((rank.predicted, predicted), (rank.measured, measured))
     )
     ranks: tuple[RankEntry, ...] = (msgspec.structs.replace(rank, predicted=before, measured=after, **entry),)
-    return msgspec.structs.replace(found, ranks=ranks, heap=1.15)
+    return msgspec.structs.replace(base_ledger, ranks=ranks, heap=1.15)
 
 
 def test_peaks_on_a_cpu_teach_what_the_heap_takes() -> None:
     held, varies = 10**9, 2 * 10**9
     predicted, measured = held + round(1.15 * varies), held + round(1.4 * varies)
     runs = [peaks(predicted, measured, number, held_bytes=held) for number in range(8)]
-    found = learn_ledgers(runs, CLUSTER).cluster.software
-    assert found.heap == pytest.approx(1.4, rel=0.03)
-    assert found.spread.memory < Spread().memory
-    assert CLUSTER.software.heap < learn_ledgers(runs[:1], CLUSTER).cluster.software.heap < found.heap
+    software = learn_ledgers(runs, CLUSTER).cluster.software
+    assert software.heap == pytest.approx(1.4, rel=0.03)
+    assert software.spread.memory < Spread().memory
+    assert CLUSTER.software.heap < learn_ledgers(runs[:1], CLUSTER).cluster.software.heap < software.heap
     unknown = [msgspec.structs.replace(each, heap=0.0) for each in runs]
     assert learn_ledgers(unknown, CLUSTER).cluster.software.heap == CLUSTER.software.heap
 
@@ -175,10 +175,10 @@ def test_peaks_on_a_cpu_teach_what_the_heap_takes() -> None:
 def test_peaks_on_a_gpu_teach_fragmentation_and_context() -> None:
     live, reserved = 20 * 2**30, 24 * 2**30
     taken = {"reserved_bytes": reserved, "device_bytes": reserved + 3 * 2**30}
-    found = learn_ledgers([peaks(live, live, number, **taken) for number in range(8)], GPU).cluster.software
-    assert found.fragmentation == pytest.approx(0.2, abs=0.02)
-    assert found.context_bytes == pytest.approx(3 * 2**30, rel=0.03)
-    assert found.heap == GPU.software.heap
+    software = learn_ledgers([peaks(live, live, number, **taken) for number in range(8)], GPU).cluster.software
+    assert software.fragmentation == pytest.approx(0.2, abs=0.02)
+    assert software.context_bytes == pytest.approx(3 * 2**30, rel=0.03)
+    assert software.heap == GPU.software.heap
     runs = [
         msgspec.structs.replace(
             peaks(live, live, peers, reserved_bytes=reserved, device_bytes=reserved + more), peers=peers
@@ -186,9 +186,9 @@ def test_peaks_on_a_gpu_teach_fragmentation_and_context() -> None:
         for peers in (1, 2, 3, 1, 2, 3)
         for more in [2**30 + peers * 2**29]
     ]
-    found = learn_ledgers(runs, GPU).cluster.software
-    assert found.context_bytes + 2 * found.peer_bytes == pytest.approx(2 * 2**30, rel=0.03)
-    assert found.peer_bytes > 1.3 * GPU.software.peer_bytes
+    software = learn_ledgers(runs, GPU).cluster.software
+    assert software.context_bytes + 2 * software.peer_bytes == pytest.approx(2 * 2**30, rel=0.03)
+    assert software.peer_bytes > 1.3 * GPU.software.peer_bytes
     blind = learn_ledgers([peaks(live, live)], GPU).cluster.software
     assert (blind.fragmentation, blind.context_bytes) == (GPU.software.fragmentation, GPU.software.context_bytes)
 

@@ -72,32 +72,32 @@ def ledger(
     peaks: tuple[Mapping[int, int], Mapping[int, int]] = ({}, {}),
 ) -> Ledger:
     before = step(plan, predicted, "simulated", peaks[0])
-    return make_ledger(plan, before, [step(plan, one, peaks=peaks[1]) for one in measured], BOX)
+    return make_ledger(plan, before, [step(plan, times, peaks=peaks[1]) for times in measured], BOX)
 
 
 AS_PREDICTED = {0: (8.0, 2.0, 0.0), 1: (8.0, 2.0, 0.0)}
 
 
 def test_measured_times_are_medians_over_steps_by_rank_and_part() -> None:
-    found = ledger(
+    run_ledger = ledger(
         AS_PREDICTED,
         {0: (8.0, 2.0, 0.0), 1: (9.0, 1.0, 0.0)},
         {0: (10.0, 3.0, 0.0), 1: (12.0, 1.0, 0.0)},
         {0: (9.0, 9.0, 0.0), 1: (10.0, 8.0, 0.0)},
     )
-    assert found.num_steps == 3
-    assert [rank.measured.compute_s for rank in found.ranks] == [9.0, 10.0]
-    assert [rank.measured.exposed_s for rank in found.ranks] == [3.0, 1.0]
-    assert found.measured_step_s == 13.0
-    assert found.step_ratio == 10.0 / 13.0
+    assert run_ledger.num_steps == 3
+    assert [rank.measured.compute_s for rank in run_ledger.ranks] == [9.0, 10.0]
+    assert [rank.measured.exposed_s for rank in run_ledger.ranks] == [3.0, 1.0]
+    assert run_ledger.measured_step_s == 13.0
+    assert run_ledger.step_ratio == 10.0 / 13.0
 
 
 def test_the_table_lays_them_side_by_side_and_ends_in_words() -> None:
     assert BOX.constants == "device given, box given, socket measured"
-    found = ledger(
+    run_ledger = ledger(
         AS_PREDICTED, {0: (10.0, 2.5, 0.0), 1: (10.0, 2.5, 0.0)}, peaks=({0: 3 * MIB, 1: 3 * MIB}, {0: 3 * MIB})
     )
-    assert found.table() == "\n".join([
+    assert run_ledger.table() == "\n".join([
         f"GPT-S as dp2 on box ({BOX.constants}): predicted (simulated) beside 1 step (measured)",
         "  rank  part                    predicted   measured pred/meas",
         "  0     computing                     8 s       10 s      0.80",
@@ -113,9 +113,9 @@ def test_the_table_lays_them_side_by_side_and_ends_in_words() -> None:
         "in 80 % of runs a step takes 8.31 s to 12 s (software unknown): this run is outside",
         "and the highest peak is 2.64 MiB to 3.41 MiB: this run is inside",
         "off most: computing on rank 0, 8 s predicted and 10 s measured: +16.0% of the step",
-        found.explanation,
+        run_ledger.explanation,
     ])  # fmt: skip
-    assert found.explanation == (
+    assert run_ledger.explanation == (
         "The device's efficiency would explain it: computing takes 1.25 times as long as its curves say, over all "
         "ranks. Memory agrees within 10%."
     )
@@ -140,19 +140,19 @@ def test_copies_of_the_state_are_named_parts_of_a_peak() -> None:
 
 
 def test_steps_and_peaks_have_intervals_of_80_percent() -> None:
-    found = ledger(AS_PREDICTED, AS_PREDICTED, peaks=({0: 3 * MIB, 1: 5 * MIB}, {0: 3 * MIB, 1: 9 * MIB}))
-    intervals = {(row.rank, row.what): row.interval for row in found.rows() if row.interval is not None}
+    run_ledger = ledger(AS_PREDICTED, AS_PREDICTED, peaks=({0: 3 * MIB, 1: 5 * MIB}, {0: 3 * MIB, 1: 9 * MIB}))
+    intervals = {(row.rank, row.what): row.interval for row in run_ledger.rows() if row.interval is not None}
     assert intervals == {
         (rank, what): interval(value, deviation)
         for rank, peak in ((0, 3 * MIB), (1, 5 * MIB))
         for what, value, deviation in (
-            ("step", 10.0, found.deviation),
+            ("step", 10.0, run_ledger.deviation),
             ("peak memory", peak, BOX.software.spread.memory),
         )
     }
-    assert found.interval_bytes == intervals[1, "peak memory"]
-    assert found.highest_bytes == (5 * MIB, 9 * MIB)
-    assert "and the highest peak is 4.4 MiB to 5.68 MiB: this run is outside" in found.table()
+    assert run_ledger.interval_bytes == intervals[1, "peak memory"]
+    assert run_ledger.highest_bytes == (5 * MIB, 9 * MIB)
+    assert "and the highest peak is 4.4 MiB to 5.68 MiB: this run is outside" in run_ledger.table()
     silent = ledger(AS_PREDICTED, AS_PREDICTED)
     assert silent.interval_bytes is None
     assert "highest peak" not in silent.table()
@@ -166,26 +166,31 @@ def test_what_agrees_is_said_to_agree() -> None:
 
 
 def test_one_slow_rank_is_no_matter_of_a_constant() -> None:
-    found = ledger(AS_PREDICTED, {0: (8.0, 6.0, 0.0), 1: (12.0, 2.0, 0.0)})
-    assert (found.worst.part, found.worst.rank) == ("computing", 1)
-    assert "Rank 1 computes for 1.50 times as long as predicted, the others for 1.00: no constant" in found.explanation
+    run_ledger = ledger(AS_PREDICTED, {0: (8.0, 6.0, 0.0), 1: (12.0, 2.0, 0.0)})
+    assert (run_ledger.worst.part, run_ledger.worst.rank) == ("computing", 1)
+    assert (
+        "Rank 1 computes for 1.50 times as long as predicted, the others for 1.00: no constant"
+        in run_ledger.explanation
+    )
 
 
 def test_waiting_for_a_late_rank_is_not_blamed_on_the_network() -> None:
-    found = ledger(AS_PREDICTED, {0: (8.0, 7.0, 0.0), 1: (12.0, 2.0, 1.0)})
-    assert (found.worst.part, found.worst.rank) == ("exposed communication", 0)
+    run_ledger = ledger(AS_PREDICTED, {0: (8.0, 7.0, 0.0), 1: (12.0, 2.0, 1.0)})
+    assert (run_ledger.worst.part, run_ledger.worst.rank) == ("exposed communication", 0)
     assert (
         "5 s are waiting for rank 1, which came later to collectives and computed for 1.50 times as long"
-        in found.explanation
+        in run_ledger.explanation
     )
-    assert found.communication_factor == 1.0
+    assert run_ledger.communication_factor == 1.0
 
 
 def test_slow_communication_is_blamed_on_the_levels_that_the_ranks_cross() -> None:
     slow = {0: (8.0, 6.0, 0.0), 1: (8.0, 6.0, 0.0)}
-    found = ledger(AS_PREDICTED, slow)
-    assert found.levels == ("socket",)
-    assert "alpha and beta of the level socket would explain it: communication takes 3.00 times" in found.explanation
+    run_ledger = ledger(AS_PREDICTED, slow)
+    assert run_ledger.levels == ("socket",)
+    assert (
+        "alpha and beta of the level socket would explain it: communication takes 3.00 times" in run_ledger.explanation
+    )
     four = range(4)
     predicted, measured = dict.fromkeys(four, (8.0, 2.0, 0.0)), dict.fromkeys(four, (8.0, 6.0, 0.0))
     more = ledger(predicted, measured, plan=plan_of(Layout(dp=4)))
@@ -194,20 +199,20 @@ def test_slow_communication_is_blamed_on_the_levels_that_the_ranks_cross() -> No
 
 
 def test_communication_that_nobody_foretold_gives_no_constant() -> None:
-    found = ledger({0: (8.0, 0.0, 0.0), 1: (8.0, 0.0, 0.0)}, {0: (8.0, 4.0, 0.0), 1: (8.0, 4.0, 0.0)})
-    assert found.explanation.startswith("Too little communication was predicted there, or measured")
+    run_ledger = ledger({0: (8.0, 0.0, 0.0), 1: (8.0, 0.0, 0.0)}, {0: (8.0, 4.0, 0.0), 1: (8.0, 4.0, 0.0)})
+    assert run_ledger.explanation.startswith("Too little communication was predicted there, or measured")
 
 
 def test_a_bubble_follows_from_the_stage_whose_computing_was_off() -> None:
-    found = ledger({0: (8.0, 0.0, 2.0), 1: (8.0, 0.0, 2.0)}, {0: (8.0, 0.0, 7.0), 1: (12.0, 0.0, 2.0)}, plan=PP)
-    assert (found.worst.part, found.worst.rank) == ("bubble", 0)
-    assert "the computing of stage 1, which takes 1.50 times as long as predicted" in found.explanation
+    run_ledger = ledger({0: (8.0, 0.0, 2.0), 1: (8.0, 0.0, 2.0)}, {0: (8.0, 0.0, 7.0), 1: (12.0, 0.0, 2.0)}, plan=PP)
+    assert (run_ledger.worst.part, run_ledger.worst.rank) == ("bubble", 0)
+    assert "the computing of stage 1, which takes 1.50 times as long as predicted" in run_ledger.explanation
 
 
 def test_a_bubble_follows_from_waiting_where_computing_was_as_predicted() -> None:
-    found = ledger({0: (8.0, 0.0, 2.0), 1: (8.0, 0.0, 2.0)}, {0: (8.0, 0.0, 7.0), 1: (8.0, 0.0, 7.0)}, plan=PP)
-    assert "It follows from waiting" in found.explanation
-    assert "messages between stages (socket)" in found.explanation
+    run_ledger = ledger({0: (8.0, 0.0, 2.0), 1: (8.0, 0.0, 2.0)}, {0: (8.0, 0.0, 7.0), 1: (8.0, 0.0, 7.0)}, plan=PP)
+    assert "It follows from waiting" in run_ledger.explanation
+    assert "messages between stages (socket)" in run_ledger.explanation
     alone = ledger(AS_PREDICTED, {0: (8.0, 2.0, 3.0), 1: (8.0, 2.0, 3.0)})
     assert alone.explanation.startswith("Nothing is noted of that time")
 
@@ -232,17 +237,19 @@ _STEPS = st.fixed_dictionaries(dict.fromkeys((0, 1), st.tuples(*[st.floats(0.1, 
 def test_a_ledger_is_read_as_it_was_written(
     predicted: dict[int, tuple[float, float, float]], measured: list[dict[int, tuple[float, float, float]]]
 ) -> None:
-    found = ledger(predicted, *measured)
-    assert files.decode(files.encode_json(found), Ledger, where="ledger.json") == found
+    run_ledger = ledger(predicted, *measured)
+    assert files.decode(files.encode_json(run_ledger), Ledger, where="ledger.json") == run_ledger
 
 
 @given(_STEPS, _STEPS)
 def test_nothing_is_off_more_than_the_worst(
     predicted: dict[int, tuple[float, float, float]], measured: dict[int, tuple[float, float, float]]
 ) -> None:
-    found = ledger(predicted, measured)
-    differences = [abs(row.predicted - row.measured) for row in found.rows() if row.what not in ("step", "peak memory")]
-    assert abs(found.worst.share) * found.measured_step_s == pytest.approx(max(differences))
+    run_ledger = ledger(predicted, measured)
+    differences = [
+        abs(row.predicted - row.measured) for row in run_ledger.rows() if row.what not in ("step", "peak memory")
+    ]
+    assert abs(run_ledger.worst.share) * run_ledger.measured_step_s == pytest.approx(max(differences))
 
 
 def test_a_plan_is_the_same_whatever_was_predicted_for_it() -> None:
@@ -252,7 +259,7 @@ def test_a_plan_is_the_same_whatever_was_predicted_for_it() -> None:
     )  # fmt: skip
     assert other.digest == DP.digest
     assert files.decode(files.encode_json(other), Plan, where="plan.json").digest == DP.digest
-    assert len({one.digest for one in (DP, PP, msgspec.structs.replace(DP, microbatches=2))}) == 3
+    assert len({plan.digest for plan in (DP, PP, msgspec.structs.replace(DP, microbatches=2))}) == 3
 
 
 def test_traces_of_other_plans_sources_and_ranks_are_refused() -> None:
@@ -287,22 +294,22 @@ def test_waiting_for_data_is_a_part_of_its_own_and_says_what_the_disk_lacks() ->
     late = step(DP, times)
     waits = tuple(Span(rank, "data", "waiting for data", -0.5, 0.0) for rank in times)
     waited = msgspec.structs.replace(late, spans=(*waits, *late.spans))
-    made_ledger = make_ledger(DP, step(DP, times, "simulated"), [waited], BOX)
-    assert [(row.rank, row.measured) for row in made_ledger.rows() if row.what == "waiting for data"] == [
+    run_ledger = make_ledger(DP, step(DP, times, "simulated"), [waited], BOX)
+    assert [(row.rank, row.measured) for row in run_ledger.rows() if row.what == "waiting for data"] == [
         (0, 0.5),
         (1, 0.5),
     ]
-    assert [row.measured for row in made_ledger.rows() if row.what == "step"] == [1.5, 1.5]
-    assert made_ledger.worst.part == "waiting for data"
-    assert "The data lie in memory" in made_ledger.explanation
+    assert [row.measured for row in run_ledger.rows() if row.what == "step"] == [1.5, 1.5]
+    assert run_ledger.worst.part == "waiting for data"
+    assert "The data lie in memory" in run_ledger.explanation
     use = DataUse(
         data="files", num_ranks=2, num_steps=9, fetches={"own memory": 30, "file system": 10}, misses=10,
         predicted_misses=10, belady_misses=9, lru_misses=35, waited_s=0.5, predicted_waited_s=0.4,
         file_bytes_per_s=2.0**20, needed_bytes_per_s=2.0**21, num_bad=2, bad=("a.png",),
     )  # fmt: skip
-    told = msgspec.structs.replace(made_ledger, data=use)
-    assert "need 2 MiB/s from the file system, which gives 1 MiB/s" in told.explanation
+    with_data = msgspec.structs.replace(run_ledger, data=use)
+    assert "need 2 MiB/s from the file system, which gives 1 MiB/s" in with_data.explanation
     for text in ("own memory", "75.0%", "(Belady)", "400 ms", "500 ms"):
-        assert text in told.table()
+        assert text in with_data.table()
     assert ("skipped", "2 fetches of bad samples: a.png") in use.facts()
     assert not [row for row in ledger(times, times).rows() if row.what == "waiting for data"]

@@ -57,9 +57,9 @@ MIDDLE = Program(
 
 
 def test_actions_take_need_and_leave_what_their_values_do() -> None:
-    found = lifetimes(MIDDLE, on_cpu=False)
-    assert found.saved_bytes == 10
-    assert {kind: found.actions[kind] for kind in ("RECV_F", "F", "RECV_B", "B", "I", "W")} == {
+    stage_lifetimes = lifetimes(MIDDLE, on_cpu=False)
+    assert stage_lifetimes.saved_bytes == 10
+    assert {kind: stage_lifetimes.actions[kind] for kind in ("RECV_F", "F", "RECV_B", "B", "I", "W")} == {
         "RECV_F": ActionBytes(0, 5, 5),
         "F": ActionBytes(5, 5 + 10 + 20, 10),
         "RECV_B": ActionBytes(0, 21, 21),
@@ -78,8 +78,8 @@ def stage(**changes: object) -> StageWork:
 def test_a_received_value_counts_from_its_message_on() -> None:
     """x of the next micro-batch has come when the backward of this one runs."""
     actions = ActionList.from_text("0RECV_F0 0F0 0SEND_F0 0RECV_F1 0RECV_B0 0B0 0SEND_B0 0F1 0RECV_B1 0B1")
-    one = Schedule.of("by hand", [list(actions)], num_stages=1, num_microbatches=2)
-    (peak,) = peak_memory(StepWork((stage(),)), one)
+    schedule = Schedule.of("by hand", [list(actions)], num_stages=1, num_microbatches=2)
+    (peak,) = peak_memory(StepWork((stage(),)), schedule)
     assert (peak.action, peak.peak_bytes) == ("0B0", 1000 + 5 + (10 + 21 + 100))
 
 
@@ -88,10 +88,10 @@ def test_gathered_parameters_are_gone_when_gradients_are_reduced() -> None:
         "REDUCE_GRAD": ActionBytes(0, 700, 50), "after": ActionBytes(50, 60, 40), "F": ActionBytes(0, 350, 0),
         "B": ActionBytes(0, 10, 0),
     }  # fmt: skip
-    one = add_reduction(build("none", 1, 1))
-    (peak,) = peak_memory(StepWork((stage(actions=reducing),)), one)
+    schedule = add_reduction(build("none", 1, 1))
+    (peak,) = peak_memory(StepWork((stage(actions=reducing),)), schedule)
     assert (peak.action, peak.peak_bytes, peak.held_bytes) == ("0REDUCE_GRAD", 1000 - 300 + 700, 700)
-    (peak,) = peak_memory(StepWork((stage(actions=reducing, passing_bytes=400),)), one)
+    (peak,) = peak_memory(StepWork((stage(actions=reducing, passing_bytes=400),)), schedule)
     assert (peak.action, peak.peak_bytes) == ("0F0", 1000 + 350)
 
 
@@ -171,10 +171,10 @@ def test_a_step_in_one_function_needs_what_is_alive_at_its_fullest(drawn: tuple[
     )  # fmt: skip
     half = len(nodes) // 2
     program = Program(together=True, phases=(Phase("forward", (), nodes[:half]), Phase("backward", (), nodes[half:])))
-    found = lifetimes(program, on_cpu=True).actions
+    actions = lifetimes(program, on_cpu=True).actions
     alive = [sum(sizes[at] for at in range(now + 1) if last[at] >= now) for now in range(len(nodes))]
-    assert max(found["F"].most_bytes, found["B"].most_bytes) == max(alive)
-    assert found["B"].left_bytes == 0
+    assert max(actions["F"].most_bytes, actions["B"].most_bytes) == max(alive)
+    assert actions["B"].left_bytes == 0
 
 
 def reduced(copied_bytes: int) -> Program:
@@ -196,12 +196,12 @@ def reduced(copied_bytes: int) -> Program:
 
 
 def test_copies_live_until_the_collective_that_reads_them_is_done() -> None:
-    found = lifetimes(reduced(92), on_cpu=False).actions
-    assert found["REDUCE_GRAD"] == ActionBytes(0, 25 + 92, 25 + 92)
-    assert found["after"] == ActionBytes(25 + 92, 25 + 92, 25)
+    actions = lifetimes(reduced(92), on_cpu=False).actions
+    assert actions["REDUCE_GRAD"] == ActionBytes(0, 25 + 92, 25 + 92)
+    assert actions["after"] == ActionBytes(25 + 92, 25 + 92, 25)
     assert lifetimes(reduced(92), on_cpu=True).actions["REDUCE_GRAD"] == ActionBytes(0, 25, 25)
 
 
 def test_the_sum_of_a_tied_gradient_needs_the_terms_of_other_stages() -> None:
-    found = lifetimes(reduced(0), on_cpu=False, joined_bytes=30).actions
-    assert found["after"] == ActionBytes(25, 25 + 30, 25)
+    actions = lifetimes(reduced(0), on_cpu=False, joined_bytes=30).actions
+    assert actions["after"] == ActionBytes(25, 25 + 30, 25)

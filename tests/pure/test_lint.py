@@ -83,7 +83,7 @@ def test_what_misleads_is_refused(name: str) -> None:
     refusals = lint(planted(name))
     assert (refusals[0].rule, refusals[0].key) == (rule, key)
     assert remedy in refusals[0].remedy
-    assert {one.rule for one in refusals} <= {rule, "spread"}, "one planted fault, one rule"
+    assert {refusal.rule for refusal in refusals} <= {rule, "spread"}, "one planted fault, one rule"
 
 
 def test_what_is_honest_passes_and_has_every_kind_of_finding() -> None:
@@ -154,10 +154,10 @@ def comparison(ours: list[float], theirs: list[float]) -> Comparison:
 def test_a_ratio_of_any_times_passes_and_a_better_one_does_not(
     pairs: list[tuple[float, float]], flattery: float
 ) -> None:
-    honest = comparison([one for one, _ in pairs], [other for _, other in pairs])
+    honest = comparison([ours for ours, _ in pairs], [theirs for _, theirs in pairs])
     assert lint(result(honest)) == ()
     better = msgspec.structs.replace(honest, ratio=honest.ratio / flattery)
-    assert "ratio" in {one.rule for one in lint(result(better))}
+    assert "ratio" in {refusal.rule for refusal in lint(result(better))}
 
 
 @given(SECONDS, st.sampled_from(["strong", "batch", "model"]), st.sampled_from(["strong", "batch", "model"]))
@@ -182,7 +182,7 @@ def test_a_kind_of_scaling_passes_under_its_own_name_only(seconds: list[float], 
         work_unit="tok",
         points=tuple(points),
     )
-    assert {one.rule for one in lint(result(scaling))} == (set() if name == kind else {"scaling-as-named"})
+    assert {refusal.rule for refusal in lint(result(scaling))} == (set() if name == kind else {"scaling-as-named"})
 
 
 @given(SECONDS)
@@ -235,7 +235,7 @@ def checkout(tmp_path: Path) -> Path:
 
 def refused(checkout: Path) -> list[str]:
     path = checkout / "results" / "example.json"
-    return [one.problem for one in lint(files.load(path, Result), path.parent) if one.rule == STALE]
+    return [refusal.problem for refusal in lint(files.load(path, Result), path.parent) if refusal.rule == STALE]
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_a_result_is_stale_once_its_program_has_changed(
         git(checkout, "commit", "-q", "-a", "-m", "changed")
     problems = refused(checkout)
     assert len(problems) == bool(problem)
-    assert all(problem in one for one in problems)
+    assert all(problem in reason for reason in problems)
 
 
 def test_a_script_that_is_started_by_its_name_counts(checkout: Path) -> None:
@@ -268,8 +268,8 @@ def test_a_script_that_is_started_by_its_name_counts(checkout: Path) -> None:
         (checkout / "src" / "package" / f"{name}.py").write_text("")
     script = checkout / "benchmarks" / "example.py"
     script.write_text('COMMAND = ["python", "-m", "package.started"]\n')
-    found = {path.relative_to(checkout).as_posix() for path in imported(checkout, script)}
-    assert found == {"benchmarks/example.py", "src/package/__init__.py", "src/package/started.py"}
+    paths = {path.relative_to(checkout).as_posix() for path in imported(checkout, script)}
+    assert paths == {"benchmarks/example.py", "src/package/__init__.py", "src/package/started.py"}
 
 
 def test_where_there_is_no_checkout_nothing_is_known(tmp_path: Path) -> None:
@@ -282,16 +282,16 @@ def test_a_result_of_no_commit_is_refused(checkout: Path) -> None:
     assert clean == git(checkout, "rev-parse", "--short=12", "HEAD")
     (checkout / "src" / "used.py").write_text("SIZE = 6\n")
     assert commit_of(checkout / "benchmarks") == f"{clean}+"
-    one = planted("honest")
+    honest = planted("honest")
     for commit, problem in (
         (f"{clean}+", f"files differed from {clean}"),
         ("0123abc", "this checkout has no commit '0123abc'"),
     ):
-        measured = msgspec.structs.replace(one, script="benchmarks/example.py", commit=commit)
+        measured = msgspec.structs.replace(honest, script="benchmarks/example.py", commit=commit)
         assert problem in next(iter(lint(measured, checkout))).problem
-    elsewhere = msgspec.structs.replace(one, script="benchmarks/other.py", commit=clean)
+    elsewhere = msgspec.structs.replace(honest, script="benchmarks/other.py", commit=clean)
     assert next(iter(lint(elsewhere, checkout))).problem == "there is no file 'benchmarks/other.py'"
-    assert lint(one, checkout) == (), "what is no script's is as old as its versions say"
+    assert lint(honest, checkout) == (), "what is no script's is as old as its versions say"
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ def test_the_command_names_file_rule_key_and_remedy(capsys: pytest.CaptureFixtur
         f"{bad}: 1 refusal",
     ]
     assert cli(["bench", "lint", bad, "--json"]) == 1
-    assert [one["rule"] for one in json.loads(capsys.readouterr().out)[bad]] == ["command"]
+    assert [refusal["rule"] for refusal in json.loads(capsys.readouterr().out)[bad]] == ["command"]
 
 
 def test_the_command_lists_rules_and_refuses_other_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,11 +30,11 @@ def body(replica: int, rounds: int, in_flight: int = 1, codec: str = "", lengths
     """Begin rounds, so many at a time; return the means and the mailbox."""
 
     def run(box: Mailbox) -> Any:
-        mean, results, begun, told = Mean(box, replica, codec), [], [], set[str]()
+        mean, results, begun, finished_members = Mean(box, replica, codec), [], [], set[str]()
 
         def take(letter: Any) -> None:
             if not mean.take(letter):
-                told.add(letter.sender)
+                finished_members.add(letter.sender)
 
         for number in range(rounds):
             begun.append(mean.start(values(replica, number, lengths)))
@@ -49,7 +49,7 @@ def body(replica: int, rounds: int, in_flight: int = 1, codec: str = "", lengths
 
         def all_over() -> bool:
             mean.look()
-            return all(member in told or member == box.name for member in box.view.members)
+            return all(member in finished_members or member == box.name for member in box.view.members)
 
         box.receive_until(all_over, take, "the others")
         return results, box.sent_bytes, mean
@@ -218,4 +218,6 @@ def test_rounds_go_on_from_a_saved_state() -> None:
     loaded = VirtualNetwork(random.Random(5).randrange).run({n: second(r, states[n]) for r, n in enumerate(names)})
     expected = VirtualNetwork(random.Random(6).randrange).run({n: whole(r) for r, n in enumerate(names)})
     for name in names:
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(loaded[name], expected["replica 0"], strict=True))
+        assert all(
+            torch.equal(tensor, other) for tensor, other in zip(loaded[name], expected["replica 0"], strict=True)
+        )

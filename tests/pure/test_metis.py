@@ -27,9 +27,11 @@ PUBLISHED = {
 def layers_of(micro: int) -> np.ndarray:
     """The milliseconds of the 10 layers. With m micro-batches, one stage takes m S, where S = e + 8 b + h; p stages of
     which the last is the slowest take S + (m - 1) (8 b / p + h)."""
-    one, two, four, _ = PUBLISHED[micro]
-    total = one / (BATCH / 8 / micro)
-    halves, quarters = ((step - total) / (BATCH * pp / 8 / micro - 1) for step, pp in ((two, 2), (four, 4)))
+    one_stage_ms, two_stages_ms, four_stages_ms, _ = PUBLISHED[micro]
+    total = one_stage_ms / (BATCH / 8 / micro)
+    halves, quarters = (
+        (step - total) / (BATCH * pp / 8 / micro - 1) for step, pp in ((two_stages_ms, 2), (four_stages_ms, 4))
+    )
     block = (halves - quarters) / 2
     head = halves - 4 * block
     return np.array([total - 8 * block - head, *[block] * 8, head])

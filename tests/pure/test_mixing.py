@@ -28,12 +28,12 @@ def mixing(words: str, count: int, step: int = 0) -> np.ndarray:
 
 @given(st.sampled_from(TOPOLOGIES), st.integers(1, 17), st.integers(0, 9))
 def test_matrices_are_doubly_stochastic(topology: str, count: int, step: int) -> None:
-    found = mixing(topology, count, step)
-    assert (found >= 0).all()
-    np.testing.assert_allclose(found.sum(0), 1, atol=1e-12)
-    np.testing.assert_allclose(found.sum(1), 1, atol=1e-12)
+    matrix = mixing(topology, count, step)
+    assert (matrix >= 0).all()
+    np.testing.assert_allclose(matrix.sum(0), 1, atol=1e-12)
+    np.testing.assert_allclose(matrix.sum(1), 1, atol=1e-12)
     if topology in ("ring", "torus", "complete"):
-        np.testing.assert_array_equal(found, found.T)
+        np.testing.assert_array_equal(matrix, matrix.T)
 
 
 @given(st.sampled_from(TOPOLOGIES), st.sets(st.integers(0, 9), min_size=1), st.integers(0, 5))
@@ -41,13 +41,13 @@ def test_replicas_that_live_mix(topology: str, living: set[int], step: int) -> N
     """Of any members, those that send to a replica are those of its row, and rows and columns sum up to 1."""
     rule, members = gossip(topology), sorted(living)
     rows = {member: weights(rule, members, member, step) for member in members}
-    for mine, row in rows.items():
-        assert {peer for peer in row if peer != mine} == set(incoming(rule, members, mine, step))
-        assert all(mine in outgoing(rule, members, peer, step) for peer in row if peer != mine)
+    for replica, row in rows.items():
+        assert {peer for peer in row if peer != replica} == set(incoming(rule, members, replica, step))
+        assert all(replica in outgoing(rule, members, peer, step) for peer in row if peer != replica)
         assert math.isclose(sum(row.values()), 1)
-        assert math.isclose(sum(rows[peer].get(mine, 0.0) for peer in members), 1)
-        sent = 1 + len(outgoing(rule, members, mine, step))
-        assert math.isclose(push_weight(rule, members, mine, step) * sent, 1)
+        assert math.isclose(sum(rows[peer].get(replica, 0.0) for peer in members), 1)
+        sent = 1 + len(outgoing(rule, members, replica, step))
+        assert math.isclose(push_weight(rule, members, replica, step) * sent, 1)
 
 
 @pytest.mark.parametrize(("count", "printed"), [(4, 0.333), (8, 0.805), (16, 0.949), (32, 0.987)])
@@ -114,11 +114,11 @@ def test_edges_have_metropolis_weights(dead: set[int]) -> None:
         assert math.isclose(sum(row.values()), 1)
 
 
-@pytest.mark.parametrize(("edges", "count", "said"), [
+@pytest.mark.parametrize(("edges", "count", "message"), [
     ("0-1 2-3", 4, "not connected"), ("0-1 1-1", 2, "does not join two"), ("0-1 1-2", 2, "does not join two"),
     ("0-1:0.6 1-2:0.6", 3, "not doubly stochastic"), ("0-1:-0.5", 2, "above 0"), ("0-1 1-0:0.2", 2, "twice"),
 ])  # fmt: skip
-def test_topologies_that_do_not_mix(edges: str, count: int, said: str) -> None:
+def test_topologies_that_do_not_mix(edges: str, count: int, message: str) -> None:
     with pytest.raises(PlanError, match="here") as caught:
         check_topology(gossip(f"edges={edges}"), count, "here")
-    assert said in str(caught.value)
+    assert message in str(caught.value)

@@ -63,13 +63,13 @@ def sources() -> list[Path]:
 
 
 def test_nothing_is_unpickled_or_run_as_code() -> None:
-    found = {
+    refused_uses = {
         f"{path.relative_to(SOURCES)}: {name}"
         for path in sources()
         for name in uses(path.read_text())
         if name in REFUSED
     }
-    assert found == set(ALLOWED)
+    assert refused_uses == set(ALLOWED)
 
 
 def test_tensors_and_arrays_are_loaded_as_data() -> None:
@@ -77,12 +77,12 @@ def test_tensors_and_arrays_are_loaded_as_data() -> None:
 
 
 def test_only_these_modules_import_by_name() -> None:
-    found = {
+    importers = {
         str(path.relative_to(SOURCES))
         for path in sources()
         if {"import_module", "__import__"} & set(uses(path.read_text()))
     }
-    assert found == IMPORTS
+    assert importers == IMPORTS
 
 
 @pytest.mark.parametrize(

@@ -81,19 +81,19 @@ def schedule(name: str, ranks: int, microbatches: int) -> Schedule:
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zb-h2"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_keeps_as_many_micro_batches_as_the_validator_counts(name: str, ranks: int) -> None:
-    one = schedule(name, ranks, 8)
+    full_schedule = schedule(name, ranks, 8)
     work = StepWork(tuple(stage() for _ in range(ranks)))
-    for rank, report in zip(peak_memory(work, one), check(one).ranks, strict=True):
+    for rank, report in zip(peak_memory(work, full_schedule), check(full_schedule).ranks, strict=True):
         assert rank.saved_bytes == 10 * report.live_activations
         assert rank.peak_bytes == 100 + 10 * report.live_activations + 7
 
 
 @pytest.mark.parametrize("name", ["interleaved", "zb-v", "dualpipe-v"])
 def test_chunks_of_a_rank_are_counted_together(name: str) -> None:
-    one = add_reduction(add_communication(build(name, 2, 4, 2)))
-    (first, second) = peak_memory(StepWork(tuple(stage() for _ in range(4))), one)
+    full_schedule = add_reduction(add_communication(build(name, 2, 4, 2)))
+    (first, second) = peak_memory(StepWork(tuple(stage() for _ in range(4))), full_schedule)
     assert first.held_bytes == second.held_bytes == 200
-    live = [report.live_activations for report in check(one).ranks]
+    live = [report.live_activations for report in check(full_schedule).ranks]
     assert [first.saved_bytes, second.saved_bytes] == [10 * count for count in live]
 
 
@@ -156,12 +156,12 @@ def test_without_a_layout_room_is_left_for_the_most_groups() -> None:
 
 
 def test_a_function_may_tell_the_cost_of_each_action() -> None:
-    one = schedule("1f1b", 2, 4)
+    full_schedule = schedule("1f1b", 2, 4)
 
     def cost(action: Action) -> float:
         return {"F": 1.0, "B": 2.0}.get(action.kind.value, 0.0)
 
-    assert run(one, cost) == run(one, Costs(forward=1.0, backward=2.0))
+    assert run(full_schedule, cost) == run(full_schedule, Costs(forward=1.0, backward=2.0))
 
 
 def test_stages_of_equal_work_have_the_bubble_of_the_closed_form() -> None:
@@ -192,10 +192,10 @@ def test_messages_and_collectives_are_added() -> None:
         "B": (Compute("B", 2.0),),
         "REDUCE_GRAD": (Communicate("g", "all_reduce", "dp", 10**6),),
     }
-    one = stage(pieces=pieces, sent_up_bytes=10**6, sent_down_bytes=10**6)
+    stage_work = stage(pieces=pieces, sent_up_bytes=10**6, sent_down_bytes=10**6)
     machine, mesh = cluster(), Mesh.of(pp=2, dp=2)
     network = Network(machine)
-    prediction = predict_step(StepWork((one, one)), schedule("gpipe", 2, 1), mesh, machine)
+    prediction = predict_step(StepWork((stage_work, stage_work)), schedule("gpipe", 2, 1), mesh, machine)
     expected = 6.0 + 2 * network.send_s(10**6, 2) + network.collective_s("all_reduce", 10**6, Group(2))
     assert prediction.step_s == pytest.approx(expected)
 

@@ -31,12 +31,12 @@ def a_run(batch: int = 8, ranks: int | str = "auto", **layout: Any) -> Run:
     ],
 )
 def test_data_parallel_ranks_are_given_up_first(run: Run, num_ranks: int, dp: int) -> None:
-    found = run.within(num_ranks)
+    smaller_run = run.within(num_ranks)
     fixed = run.layout.num_ranks // run.layout.dp
-    assert found.layout.dp == -1
-    assert found.num_ranks(num_ranks) == dp * fixed
-    assert found.layout.tp == run.layout.tp
-    assert found.layout.pp == run.layout.pp
+    assert smaller_run.layout.dp == -1
+    assert smaller_run.num_ranks(num_ranks) == dp * fixed
+    assert smaller_run.layout.tp == run.layout.tp
+    assert smaller_run.layout.pp == run.layout.pp
 
 
 @pytest.mark.parametrize(
@@ -49,10 +49,10 @@ def test_data_parallel_ranks_are_given_up_first(run: Run, num_ranks: int, dp: in
     ],
 )
 def test_otherwise_the_planner_searches(run: Run, num_ranks: int) -> None:
-    found = run.within(num_ranks)
-    assert found.layout.searched
-    assert found.layout.precision == run.layout.precision
-    assert found.num_ranks(num_ranks) <= num_ranks
+    smaller_run = run.within(num_ranks)
+    assert smaller_run.layout.searched
+    assert smaller_run.layout.precision == run.layout.precision
+    assert smaller_run.num_ranks(num_ranks) <= num_ranks
 
 
 @pytest.mark.parametrize("run", [a_run(), a_run(dp=2), a_run(plan="auto"), a_run(dp=1, tp=2), a_run(ranks=2)])

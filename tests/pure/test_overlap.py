@@ -69,8 +69,8 @@ def stage(draw: st.DrawFn) -> StageWork:
 def test_it_equals_the_simulation(data: st.DataObject, name: str, sizes: tuple[int, int]) -> None:
     pp, microbatches = sizes
     work = StepWork(tuple(data.draw(stage()) for _ in range(pp)))
-    found, simulated = step_s(work, Mesh.of(pp=pp, dp=2, tp=2), name, microbatches)
-    assert found == pytest.approx(simulated)
+    closed_form_s, simulated_s = step_s(work, Mesh.of(pp=pp, dp=2, tp=2), name, microbatches)
+    assert closed_form_s == pytest.approx(simulated_s)
 
 
 @pytest.mark.parametrize("name", ["interleaved", "zb-v", "dualpipe-v"])
@@ -79,16 +79,16 @@ def test_it_equals_the_simulation(data: st.DataObject, name: str, sizes: tuple[i
 def test_sums_of_chunks_may_begin_earlier_in_the_simulation(name: str, data: st.DataObject) -> None:
     """There, the chunk that ends first sums its gradients beside the actions of the other."""
     work = StepWork(tuple(data.draw(stage()) for _ in range(4)))
-    found, simulated = step_s(work, Mesh.of(pp=2, dp=2, tp=2), name, 4, 2)
-    assert found == pytest.approx(simulated, rel=0.15)
+    closed_form_s, simulated_s = step_s(work, Mesh.of(pp=2, dp=2, tp=2), name, 4, 2)
+    assert closed_form_s == pytest.approx(simulated_s, rel=0.15)
     unsummed = [
         msgspec.structs.replace(
             each, pieces=each.pieces | {"REDUCE_GRAD": ()}, after=(each.after[0], *each.after[2::2])
         )
         for each in work.stages
     ]
-    found, simulated = step_s(StepWork(tuple(unsummed)), Mesh.of(pp=2, dp=2, tp=2), name, 4, 2)
-    assert found == pytest.approx(simulated)
+    closed_form_s, simulated_s = step_s(StepWork(tuple(unsummed)), Mesh.of(pp=2, dp=2, tp=2), name, 4, 2)
+    assert closed_form_s == pytest.approx(simulated_s)
 
 
 def test_sums_that_begin_in_the_only_backward_run_until_the_update() -> None:
@@ -98,17 +98,17 @@ def test_sums_that_begin_in_the_only_backward_run_until_the_update() -> None:
         "REDUCE_GRAD": (),
     }
     work = StepWork((StageWork(pieces=pieces, after=(Wait("sum"), Compute("update", 1.0))),))
-    found, simulated = step_s(work, Mesh.of(dp=2), "1f1b", 1)
-    assert found == pytest.approx(simulated)
-    assert found > 0.5 + 4.5
+    closed_form_s, simulated_s = step_s(work, Mesh.of(dp=2), "1f1b", 1)
+    assert closed_form_s == pytest.approx(simulated_s)
+    assert closed_form_s > 0.5 + 4.5
     in_turn = predict_step(work, training_schedule("1f1b", 1, 1), Mesh.of(dp=2), CLUSTER)
-    assert in_turn.step_s == pytest.approx(found + 0.5)
+    assert in_turn.step_s == pytest.approx(closed_form_s + 0.5)
 
 
 def test_a_message_does_not_block_its_sender() -> None:
     pieces: dict[str, tuple[Piece, ...]] = {"F": (Compute("F", 1.0),), "B": (Compute("B", 2.0),), "REDUCE_GRAD": ()}
     work = StepWork((StageWork(pieces=pieces, sent_up_bytes=10**7), StageWork(pieces=pieces, sent_down_bytes=10**7)))
-    found, simulated = step_s(work, Mesh.of(pp=2), "gpipe", 8)
-    assert found == pytest.approx(simulated)
+    closed_form_s, simulated_s = step_s(work, Mesh.of(pp=2), "gpipe", 8)
+    assert closed_form_s == pytest.approx(simulated_s)
     in_turn = predict_step(work, training_schedule("gpipe", 2, 8), Mesh.of(pp=2), CLUSTER)
-    assert in_turn.step_s > found
+    assert in_turn.step_s > closed_form_s

@@ -69,9 +69,9 @@ def test_boxes_of_a_kind_that_follow_one_another_are_a_pool() -> None:
 
 def test_unlike_members_without_unlike_numbers_cost_what_equal_boxes_cost() -> None:
     """The same machine, said with and without members."""
-    said = unlike(LevelMembers(count=1, levels=(NVLINK,)), LevelMembers(count=1, levels=(NVLINK,)))
+    with_members = unlike(LevelMembers(count=1, levels=(NVLINK,)), LevelMembers(count=1, levels=(NVLINK,)))
     for mesh in (Mesh.of(pp=2, dp=8), Mesh.of(pp=2, dp=4, tp=2), Mesh.of(pp=1, dp=16)):
-        plain, other = Fabric(ALIKE, mesh), Fabric(said, mesh)
+        plain, other = Fabric(ALIKE, mesh), Fabric(with_members, mesh)
         for axis in ("dp", "tp"):
             for stage in range(mesh.size("pp")):
                 piece = Communicate("sum", "all_reduce", axis, 10**8)
@@ -98,8 +98,8 @@ def test_collectives_of_a_stage_take_the_times_of_its_links() -> None:
 
 def test_senders_in_one_box_share_its_links() -> None:
     """One rank sends alone; eight ranks share four links."""
-    one = Fabric(ALIKE, Mesh.of_stages(({"dp": 1}, {"dp": 8})))
-    assert one.send_s(10**6, 0, 1) == pytest.approx(1e-5 + 10**6 / 20e9), "rank 8 is in the other box"
+    lone_sender = Fabric(ALIKE, Mesh.of_stages(({"dp": 1}, {"dp": 8})))
+    assert lone_sender.send_s(10**6, 0, 1) == pytest.approx(1e-5 + 10**6 / 20e9), "rank 8 is in the other box"
     eight = Fabric(ALIKE, Mesh.of_stages(({"dp": 8}, {"dp": 4})))
     assert eight.send_s(10**6, 0, 1) == pytest.approx(1e-5 + 2 * 10**6 / 20e9)
     inside = Fabric(ALIKE, Mesh.of_stages(({"dp": 1}, {"dp": 3})))

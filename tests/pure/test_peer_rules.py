@@ -128,7 +128,7 @@ def test_limits_are_synchronous_training(text: str, count: int, seed: int) -> No
     done, _ = train(text, count, 6, seed)
     expected = synchronous(count, 6)
     for run in done.values():
-        assert all(same(mine, theirs) for mine, theirs in zip(run.history, expected, strict=True))
+        assert all(same(parameters, reference) for parameters, reference in zip(run.history, expected, strict=True))
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -249,8 +249,8 @@ def test_diloco_is_torch_sgd_with_nesterov(text: str, seed: int) -> None:
     assert isinstance(rule, DiLoCo)
     done, _ = train(text, 2, 7, seed)
     expected = outer_sgd(rule, 2, 7)
-    for mine, theirs in zip(done[1].history[1:], expected, strict=True):
-        assert same(mine, theirs)
+    for parameters, reference in zip(done[1].history[1:], expected, strict=True):
+        assert same(parameters, reference)
     first, second = (done[replica].exchange for replica in (0, 1))
     assert isinstance(first, DiLoCoExchange)
     assert isinstance(second, DiLoCoExchange)
@@ -642,14 +642,14 @@ def test_an_ensemble_predicts_together(seed: int) -> None:
 # --- bad input -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("text", "count", "said"), [
+@pytest.mark.parametrize(("text", "count", "message"), [
     ("local(0)", 2, "at least 1"), ("local(2)", 1, "give 2 or more"), ("sync", 2, "exchange nothing"),
     ("diloco(2, codec=powersgd(2))", 2, "does not code changes"),
     ("gossip(edges=0-1 2-3)", 4, "not connected"), ("gossip(edges=0-1:0.9 1-2:0.9)", 3, "doubly stochastic"),
     ("diloco(4, delay=4)", 2, "less than 4"), ("diloco(2, codec=topk(1%, momentum=0.9))", 2, "does not code changes"),
 ])  # fmt: skip
-def test_bad_input(text: str, count: int, said: str) -> None:
+def test_bad_input(text: str, count: int, message: str) -> None:
     network = VirtualNetwork(random.Random(0).randrange)
     with pytest.raises(MeshwrightError, match=r"consistency|layout|codec") as caught:
         network.run({"replica 0": lambda box: exchange_of(consistency_of(text), box, 0, count)})
-    assert said in str(caught.value)
+    assert message in str(caught.value)

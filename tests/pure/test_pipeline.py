@@ -127,9 +127,9 @@ def test_dual_pipe_v_has_the_published_bubble_if_a_forward_and_a_backward_are_on
     schedule = build("dualpipe-v", p, 2 * p + 3, 2)
     paired: dict[Action, float] = {}
     for actions in schedule.ranks:
-        for one, other in itertools.pairwise(actions):
-            if (one.kind, other.kind) == (ActionKind.F, ActionKind.B):
-                paired |= {one: together, other: 0}
+        for action, following in itertools.pairwise(actions):
+            if (action.kind, following.kind) == (ActionKind.F, ActionKind.B):
+                paired |= {action: together, following: 0}
     alone = {"F": 4, "B": 8, "I": 4, "W": 4}
     ends = run(schedule, lambda action: paired.get(action, alone[action.kind.value]))
     duration = max(times[-1][1] for times in ends)
@@ -211,7 +211,7 @@ def test_sends_of_a_micro_batch_are_those_that_stand_in_the_schedule(schedule: S
     sends = (ActionKind.SEND_F, ActionKind.SEND_B)
     for actions, rank in zip(complete(schedule).ranks, check(schedule).ranks, strict=True):
         counts = Counter(action.microbatch for action in actions if action.kind in sends)
-        assert [counts[one] for one in range(schedule.num_microbatches)] == (
+        assert [counts[microbatch] for microbatch in range(schedule.num_microbatches)] == (
             [rank.sent_per_microbatch] * schedule.num_microbatches
         )
 
@@ -240,9 +240,9 @@ def test_communication_stands_where_values_are_made_and_come() -> None:
 @TRIED
 @given(schedules())
 def test_passes_keep_the_computing_and_may_change_places(schedule: Schedule) -> None:
-    made = complete(schedule)
-    assert made == add_communication(add_reduction(schedule))
-    assert [[action for action in actions if action.kind.computes] for actions in made.ranks] == [
+    complete_schedule = complete(schedule)
+    assert complete_schedule == add_communication(add_reduction(schedule))
+    assert [[action for action in actions if action.kind.computes] for actions in complete_schedule.ranks] == [
         *map(list, schedule.ranks)
     ]
 
@@ -250,14 +250,18 @@ def test_passes_keep_the_computing_and_may_change_places(schedule: Schedule) -> 
 @TRIED
 @given(schedules())
 def test_a_rank_receives_in_the_order_in_which_another_sends(schedule: Schedule) -> None:
-    made = add_communication(schedule)
-    rank_of = {action.stage: rank for rank, actions in enumerate(made.ranks) for action in actions}
-    for sender, actions in enumerate(made.ranks):
-        for receiver, others in enumerate(made.ranks):
+    with_messages = add_communication(schedule)
+    rank_of = {action.stage: rank for rank, actions in enumerate(with_messages.ranks) for action in actions}
+    for sender, actions in enumerate(with_messages.ranks):
+        for receiver, others in enumerate(with_messages.ranks):
             sent = [action for action in actions if action.kind.transfers and action.kind not in RECEIVES]
-            to = [one for one in sent if rank_of[one.stage + (1 if one.kind is ActionKind.SEND_F else -1)] == receiver]
+            to = [
+                action
+                for action in sent
+                if rank_of[action.stage + (1 if action.kind is ActionKind.SEND_F else -1)] == receiver
+            ]
             come = [other for other in others if other.kind in RECEIVES and rank_of[partner(other).stage] == sender]
-            assert to == [partner(one) for one in come]
+            assert to == [partner(action) for action in come]
 
 
 def partner(receive: Action) -> Action:
@@ -274,7 +278,9 @@ def test_forwards_alone_run_for_any_number_of_microbatches(p: int, m: int, v: in
     schedule = forwards(pipeline, m)
     assert [len(times) for times in run(schedule, Costs())] == [len(actions) for actions in schedule.ranks]
     computed = Counter(action for actions in schedule.ranks for action in actions if action.kind is ActionKind.F)
-    assert computed == Counter(Action(stage, ActionKind.F, one) for stage in range(p * v) for one in range(m))
+    assert computed == Counter(
+        Action(stage, ActionKind.F, microbatch) for stage in range(p * v) for microbatch in range(m)
+    )
     assert schedule.homes == {stage: pipeline.rank_of(stage) for stage in range(p * v)}
     sent: dict[tuple[int, int], list[tuple[int, int | None]]] = defaultdict(list)
     received: dict[tuple[int, int], list[tuple[int, int | None]]] = defaultdict(list)
@@ -313,7 +319,7 @@ def test_passes_are_for_schedules_that_do_not_have_it_yet() -> None:
         ("dualpipe-v", 2),
         ("message-driven", 1),
     ],
-    ids=lambda one: str(one),
+    ids=lambda value: str(value),
 )
 def test_pictures(name: str, num_chunks: int) -> None:
     schedule = build(name, 4, 8, num_chunks)
@@ -416,8 +422,8 @@ def test_an_error_says_which_numbers_of_micro_batches_work(v: int) -> None:
             if not divides_into_rounds(p, m):
                 with pytest.raises(ScheduleError) as caught:
                     build("interleaved", p, m, v)
-                said = caught.value.remedy.partition(",")[0].removeprefix("use ").split(" or ")
-                assert all(check(build("interleaved", p, int(one), v)) for one in said)
+                numbers = caught.value.remedy.partition(",")[0].removeprefix("use ").split(" or ")
+                assert all(check(build("interleaved", p, int(number), v)) for number in numbers)
 
 
 DEADLOCK = """\
@@ -537,7 +543,7 @@ def can_run(schedule: Schedule) -> bool:
         """Whether the action could run; None: it waits."""
         kind, s, m = action.kind.value, action.stage, action.microbatch
         if m is None:
-            done = {one.microbatch for one in used if one.stage == s and one.kind.value in "BW"}
+            done = {earlier.microbatch for earlier in used if earlier.stage == s and earlier.kind.value in "BW"}
             return len(done) == schedule.num_microbatches
         needs = {
             "F": [] if s == 0 else [("x", s, m)],
@@ -589,10 +595,12 @@ def can_run(schedule: Schedule) -> bool:
                 moved = True
         if not moved:
             return False
-    forwards = {(one.stage, one.microbatch) for one in used if one.kind is ActionKind.F}
-    backwards = {(one.stage, one.microbatch) for one in used if one.kind in (ActionKind.B, ActionKind.W)}
-    reductions = {one.stage for one in used if one.kind is ActionKind.REDUCE_GRAD}
-    every = {(stage, one) for stage in range(schedule.num_stages) for one in range(schedule.num_microbatches)}
+    forwards = {(action.stage, action.microbatch) for action in used if action.kind is ActionKind.F}
+    backwards = {(action.stage, action.microbatch) for action in used if action.kind in (ActionKind.B, ActionKind.W)}
+    reductions = {action.stage for action in used if action.kind is ActionKind.REDUCE_GRAD}
+    every = {
+        (stage, microbatch) for stage in range(schedule.num_stages) for microbatch in range(schedule.num_microbatches)
+    }
     halves = any(name == "half" for values in has for name, _, _ in values)
     return (
         forwards == backwards == every
@@ -623,7 +631,7 @@ def mutations(schedule: Schedule) -> Iterator[Schedule]:
                 yield with_lists([*lists[:rank], swapped, *lists[rank + 1 :]])
             if rank + 1 < len(lists):
                 for other in range(len(lists[rank + 1])):
-                    both = [list(one) for one in lists]
+                    both = [list(queue) for queue in lists]
                     both[rank][at], both[rank + 1][other] = both[rank + 1][other], both[rank][at]
                     yield with_lists(both)
 
@@ -635,7 +643,7 @@ TINY = [
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["computing", "communicating"])
-@pytest.mark.parametrize("arguments", TINY, ids=lambda one: f"{one[0]}-{one[1]}")
+@pytest.mark.parametrize("arguments", TINY, ids=lambda arguments: f"{arguments[0]}-{arguments[1]}")
 def test_mutated_schedules_are_refused_unless_they_still_run(arguments: tuple[str, int, int, int], whole: bool) -> None:
     schedule = build(*arguments)
     schedule = complete(schedule) if whole else schedule

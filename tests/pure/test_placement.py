@@ -160,7 +160,7 @@ def test_flat_cuts_rows_of_what_other_axes_leave_or_else_elements() -> None:
 
 def test_text() -> None:
     every = (Shard(1), Shard(1, 3), Shard(1, 3, 16), Flat(), Replicate(), Partial("max"))
-    assert [str(one) for one in every] == [
+    assert [str(placement) for placement in every] == [
         "S(1)",
         "S(1/3)",
         "S(1/3 by 16)",
@@ -199,7 +199,7 @@ def test_a_shard_holds_what_chunking_its_factor_would(case: tuple[tuple[int, ...
     assert max(cut.units) - min(cut.units) <= 1
     for part in range(parts):
         begin, end = cut.span(part)
-        mine = [index for index in range(length) if begin <= index % cut.block < end]
+        indices = [index for index in range(length) if begin <= index % cut.block < end]
         units = range(edges[part], edges[part + 1])
-        assert mine == [index for index in range(length) if index // inner % sizes[chosen] in units]
-        assert len(mine) == local_shape((length,), {"tp": shard}, {"tp": parts}, {"tp": part})[0]
+        assert indices == [index for index in range(length) if index // inner % sizes[chosen] in units]
+        assert len(indices) == local_shape((length,), {"tp": shard}, {"tp": parts}, {"tp": part})[0]

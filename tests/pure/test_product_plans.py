@@ -82,9 +82,9 @@ def test_memory_is_kept_and_the_smallest_is_named() -> None:
     limit = 0.7 * peak_words(full)
     plan = plan_product(512, 512, 512, 4, boxes(), FAST, memory_words=limit)
     assert peak_words(plan) <= limit
-    with pytest.raises(LayoutError, match="hold no plan of the product 512x512x512") as found:
+    with pytest.raises(LayoutError, match="hold no plan of the product 512x512x512") as caught:
         plan_product(512, 512, 512, 4, boxes(), FAST, memory_words=1000)
-    smallest = re.search(r"the smallest that fits is ([\d,]+) bytes", found.value.remedy)
+    smallest = re.search(r"the smallest that fits is ([\d,]+) bytes", caught.value.remedy)
     assert smallest is not None
     words = int(smallest[1].replace(",", "")) // 4
     assert peak_words(plan_product(512, 512, 512, 4, boxes(), FAST, memory_words=words)) <= words

@@ -117,7 +117,7 @@ def by_brute_force(
 ) -> tuple[int, int] | None:
     """The fewest words of the busiest rank, and the most ranks of such a grid, over all grids, dims of panels and
     numbers of panels, counting the words of every rank."""
-    found: list[tuple[int, int]] = []
+    candidates: list[tuple[int, int]] = []
     every = [
         Grid(sizes[0], sizes[1], sizes[2])
         for sizes in itertools.product(range(1, num_ranks + 1), repeat=3)
@@ -134,9 +134,9 @@ def by_brute_force(
                 for panels in range(1, plan.largest(over) + 1)
             )
             if fits:
-                found.append((max(words_received(plan, rank, gradients=gradients) for rank in range(num_ranks)),
-                              -grid.num_ranks))  # fmt: skip
-    return min(found, default=None)
+                candidates.append((max(words_received(plan, rank, gradients=gradients) for rank in range(num_ranks)),
+                                   -grid.num_ranks))  # fmt: skip
+    return min(candidates, default=None)
 
 
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(1, 60), st.integers(1, 12), st.booleans(), st.floats(0, 1.5))
@@ -203,9 +203,9 @@ def test_fewest_panels_are_those_of_a_search(
 
 
 def test_a_memory_that_nothing_fits_names_the_smallest_that_does() -> None:
-    with pytest.raises(LayoutError, match="100 words hold no plan") as found:
+    with pytest.raises(LayoutError, match="100 words hold no plan") as caught:
         choose_grid(64, 64, 64, 4, 100)
-    least = int(re.findall(r"([\d,]+) words a rank", found.value.remedy)[0].replace(",", ""))
+    least = int(re.findall(r"([\d,]+) words a rank", caught.value.remedy)[0].replace(",", ""))
     assert choose_grid(64, 64, 64, 4, least).panels > 1
     with pytest.raises(LayoutError):
         choose_grid(64, 64, 64, 4, least - 1)

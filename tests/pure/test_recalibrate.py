@@ -57,8 +57,8 @@ FACTORS = st.floats(1.01 / MOST, 0.99 * MOST)
 @given(st.lists(PARTS, min_size=1, max_size=4), FACTORS)
 def test_a_run_that_takes_k_times_as_long_gives_k(parts: list[tuple[float, float, float, float]], k: float) -> None:
     pairs = [(times(rank, *part), times(rank, *(k * seconds for seconds in part))) for rank, part in enumerate(parts)]
-    found = factors(ledger(*pairs))
-    assert (found.compute, found.communication) == pytest.approx((k, k))
+    corrections = factors(ledger(*pairs))
+    assert (corrections.compute, corrections.communication) == pytest.approx((k, k))
 
 
 @given(st.floats(1.0, 9.0), st.floats(1.0, 9.0), st.floats(0.0, 4.0), st.floats(0.8, 1.2), st.floats(1.2, 4.0))
@@ -68,22 +68,22 @@ def test_computing_and_communication_are_told_apart(
     """Communication that takes longer shows for what computing, at its own factor, does not hide."""
     hidden_s = min(hidden_s, compute_s)
     shows_s = slower * (exposed_s + hidden_s) - k * hidden_s
-    found = factors(
+    corrections = factors(
         ledger((times(0, compute_s, exposed_s, hidden_s, 0.0), times(0, k * compute_s, shows_s, hidden_s, 0.0)))
     )
-    assert (found.compute, found.communication) == pytest.approx((k, slower))
+    assert (corrections.compute, corrections.communication) == pytest.approx((k, slower))
 
 
 def test_waiting_for_a_rank_that_comes_late_is_no_communication() -> None:
     before = times(0, 8.0, 2.0, 0.0, 0.0)
     late = msgspec.structs.replace(before, rank=1)
-    found = factors(ledger((before, times(0, 8.0, 6.0, 0.0, 0.0)), (late, times(1, 12.0, 2.0, 0.0, 0.0))))
-    assert found == Corrections(compute=1.25, communication=1.0)
+    corrections = factors(ledger((before, times(0, 8.0, 6.0, 0.0, 0.0)), (late, times(1, 12.0, 2.0, 0.0, 0.0))))
+    assert corrections == Corrections(compute=1.25, communication=1.0)
 
 
 def test_what_is_too_little_to_tell_from_changes_nothing() -> None:
-    found = factors(ledger((times(0, 8.0, 0.0, 1.0, 0.0), times(0, 8.0, 3.0, 0.0, 0.0))))
-    assert found == Corrections(compute=1.0, communication=None)
+    corrections = factors(ledger((times(0, 8.0, 0.0, 1.0, 0.0), times(0, 8.0, 3.0, 0.0, 0.0))))
+    assert corrections == Corrections(compute=1.0, communication=None)
 
 
 def test_a_slower_level_slows_its_links_and_its_measured_collectives() -> None:

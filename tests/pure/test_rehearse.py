@@ -32,19 +32,23 @@ def setup(**changes: Any) -> Setup:
     [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 5), ("zb-h1", 1), ("zb-v", 2), ("dualpipe-v", 2)],
 )
 def test_the_closed_form_is_the_schedule_where_stages_are_alike(schedule: str, chunks: int) -> None:
-    one = setup(model=ALIKE, schedule=schedule, chunks=chunks)
+    step_setup = setup(model=ALIKE, schedule=schedule, chunks=chunks)
     cluster = load_cluster(DGX, 4)
-    rehearsed = rehearse(one, cluster)
+    rehearsed = rehearse(step_setup, cluster)
     assert rehearsed is not None
-    assert rehearsed == pytest.approx(estimate_step(one, cluster).step_s, rel=0.015)
+    assert rehearsed == pytest.approx(estimate_step(step_setup, cluster).step_s, rel=0.015)
 
 
 def test_a_step_under_zb_h2_ends_for_all_ranks_together() -> None:
     """The closed form of ``zb-h2`` is the paper's: a rank begins the next step without waiting for the others."""
-    one = setup(model=ALIKE, schedule="zb-h2")
+    step_setup = setup(model=ALIKE, schedule="zb-h2")
     cluster = load_cluster(DGX, 4)
-    together, at_once, h1 = rehearse(one, cluster), estimate_step(one, cluster).step_s, setup(schedule="zb-h1")
-    first_s = 3 * step_pieces(one, cluster).stages[1].forward.total_s
+    together, at_once, h1 = (
+        rehearse(step_setup, cluster),
+        estimate_step(step_setup, cluster).step_s,
+        setup(schedule="zb-h1"),
+    )
+    first_s = 3 * step_pieces(step_setup, cluster).stages[1].forward.total_s
     assert together == pytest.approx(at_once + first_s, rel=0.015)
     rehearsed = rehearse(msgspec.structs.replace(h1, model=ALIKE), cluster)
     assert rehearsed is not None
@@ -54,22 +58,22 @@ def test_a_step_under_zb_h2_ends_for_all_ranks_together() -> None:
 
 @pytest.mark.parametrize("changes", [{}, {"schedule": "zb-h1"}, {"pp": 8, "dp": 2, "tp": 2}, {"pp": 1, "dp": 4}])
 def test_with_embedding_and_head_the_two_are_near(changes: dict[str, Any]) -> None:
-    one = setup(**changes)
-    cluster = load_cluster(DGX, one.world_size)
-    rehearsed = rehearse(one, cluster)
+    step_setup = setup(**changes)
+    cluster = load_cluster(DGX, step_setup.world_size)
+    rehearsed = rehearse(step_setup, cluster)
     assert rehearsed is not None
-    assert rehearsed == pytest.approx(estimate_step(one, cluster).step_s, rel=0.05)
+    assert rehearsed == pytest.approx(estimate_step(step_setup, cluster).step_s, rel=0.05)
 
 
 def test_pieces_add_up_to_the_estimate() -> None:
     for chunks in (1, 2):
-        one = setup(schedule="interleaved", chunks=chunks)
-        pieces = step_pieces(one, load_cluster(DGX, 4))
+        step_setup = setup(schedule="interleaved", chunks=chunks)
+        pieces = step_pieces(step_setup, load_cluster(DGX, 4))
         assert len(pieces.stages) == 4 * chunks
-        estimate = estimate_step(one, load_cluster(DGX, 4))
+        estimate = estimate_step(step_setup, load_cluster(DGX, 4))
         pace = max(sum(pieces.stages[at].total_s for at in range(rank, 4 * chunks, 4)) for rank in range(4))
         parts = estimate.compute_s + estimate.tensor_comm_s + estimate.host_s
-        assert one.microbatches * pace == pytest.approx(parts)
+        assert step_setup.microbatches * pace == pytest.approx(parts)
         assert pieces.after_s == pytest.approx(estimate.data_comm_s + estimate.optimizer_s)
 
 
@@ -85,18 +89,18 @@ def test_what_is_not_defined_is_not_rehearsed() -> None:
 
 
 def test_the_trace_is_the_schedule_and_its_memory_the_estimate() -> None:
-    one = setup()
+    step_setup = setup()
     cluster = load_cluster(DGX, 4)
-    trace = rehearsed_trace(one, cluster)
-    rehearsed = rehearse(one, cluster)
+    trace = rehearsed_trace(step_setup, cluster)
+    rehearsed = rehearse(step_setup, cluster)
     assert trace is not None
     assert rehearsed is not None
     assert trace.ranks == (0, 1, 2, 3)
     assert trace.duration_s == pytest.approx(rehearsed)
     for rank in trace.ranks:
         actions = [span.what for span in trace.of_rank(rank).spans][:-1]
-        assert actions == [str(action) for action in pipeline.build("1f1b", 4, one.microbatches).ranks[rank]]
-        memory = stage_memory(one, rank, cluster)
+        assert actions == [str(action) for action in pipeline.build("1f1b", 4, step_setup.microbatches).ranks[rank]]
+        memory = stage_memory(step_setup, rank, cluster)
         if "loss" not in memory.moment:
             assert trace.peak_bytes(rank) == pytest.approx(memory.peak_bytes, rel=1e-6)
 

@@ -64,9 +64,9 @@ def test_every_schedule_ends_if_each_direction_has_a_communicator(name: str) -> 
 
 def test_with_one_communicator_for_two_ranks_1f1b_is_stuck() -> None:
     stuck = unmatched(streams_of(training_schedule("1f1b", 2, 4), directed=False))
-    assert [(found.rank, found.what) for found in stuck] == [(0, "0SEND_F2"), (1, "1SEND_B1")]
+    assert [(operation.rank, operation.what) for operation in stuck] == [(0, "0SEND_F2"), (1, "1SEND_B1")]
     assert stuck[0].why == "rank 1 never receives: rank 1 waits for 1RECV_F2"
-    assert not any(found.mismatch for found in stuck)
+    assert not any(operation.mismatch for operation in stuck)
 
 
 def send(number: int, peer: int, elements: int = 4) -> StartedOperation:
@@ -85,7 +85,7 @@ def meeting(number: int, *ranks: int, elements: int = 4, kind: str = "all_reduce
 
 def test_opposite_sends_wait_for_ever_and_a_batch_does_not() -> None:
     apart = {0: [send(0, 1), receive(1, 1)], 1: [send(0, 0), receive(1, 0)]}
-    assert [found.rank for found in unmatched(apart)] == [0, 1]
+    assert [operation.rank for operation in unmatched(apart)] == [0, 1]
     both = {
         rank: [StartedOperation(0, "p2p", "", (*send(0, 1 - rank).messages, *receive(1, 1 - rank).messages))]
         for rank in (0, 1)
@@ -94,28 +94,28 @@ def test_opposite_sends_wait_for_ever_and_a_batch_does_not() -> None:
 
 
 def test_a_send_that_nobody_receives_is_found_although_nobody_waits_for_it() -> None:
-    (found,) = unmatched({0: [send(0, 1)], 1: []})
-    assert found == Unmatched(0, "send 0", "rank 1 never receives: rank 1 has ended its step")
+    (operation,) = unmatched({0: [send(0, 1)], 1: []})
+    assert operation == Unmatched(0, "send 0", "rank 1 never receives: rank 1 has ended its step")
 
 
 def test_a_message_of_another_size_is_a_mismatch() -> None:
-    (found,) = unmatched({0: [send(0, 1, 4)], 1: [receive(0, 0, 8)]})
-    assert found.mismatch
-    assert found.what == "send 0: sends 4 x float32"
-    assert found.why == "rank 1 receives 8 x float32 (receive 0)"
+    (operation,) = unmatched({0: [send(0, 1, 4)], 1: [receive(0, 0, 8)]})
+    assert operation.mismatch
+    assert operation.what == "send 0: sends 4 x float32"
+    assert operation.why == "rank 1 receives 8 x float32 (receive 0)"
 
 
 def test_collectives_in_another_order_or_of_another_size_are_mismatches() -> None:
-    (found,) = unmatched({0: [meeting(0, 0, 1)], 1: [meeting(0, 0, 1, elements=5)]})
-    assert (found.mismatch, found.why) == (True, "rank 1 is at meeting 0: all_reduce of 5 x float32")
-    (found,) = unmatched({0: [meeting(0, 0, 1)], 1: [meeting(0, 0, 1, kind="broadcast")]})
-    assert found.mismatch
+    (operation,) = unmatched({0: [meeting(0, 0, 1)], 1: [meeting(0, 0, 1, elements=5)]})
+    assert (operation.mismatch, operation.why) == (True, "rank 1 is at meeting 0: all_reduce of 5 x float32")
+    (operation,) = unmatched({0: [meeting(0, 0, 1)], 1: [meeting(0, 0, 1, kind="broadcast")]})
+    assert operation.mismatch
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
-    found = unmatched({0: [meeting(0, 0, 1, 2)], 1: [meeting(0, 0, 1, 2)], 2: [receive(0, 0), Awaited(0)]})
-    assert [each.rank for each in found] == [0, 1, 2]
-    assert found[0].why == "rank 2 does not come: rank 2 waits for receive 0"
+    stuck = unmatched({0: [meeting(0, 0, 1, 2)], 1: [meeting(0, 0, 1, 2)], 2: [receive(0, 0), Awaited(0)]})
+    assert [each.rank for each in stuck] == [0, 1, 2]
+    assert stuck[0].why == "rank 2 does not come: rank 2 waits for receive 0"
 
 
 def test_an_operation_behind_a_wait_does_not_begin() -> None:
@@ -123,7 +123,7 @@ def test_an_operation_behind_a_wait_does_not_begin() -> None:
         0: [receive(0, 1), Awaited(0), meeting(1, 0, 1)],
         1: [meeting(0, 0, 1), Awaited(0), send(1, 0)],
     }
-    assert {found.rank for found in unmatched(circle)} == {0, 1}
+    assert {operation.rank for operation in unmatched(circle)} == {0, 1}
     assert unmatched({0: circle[0], 1: [send(0, 0), meeting(1, 0, 1), Awaited(1)]}) == ()
 
 

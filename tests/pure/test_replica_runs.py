@@ -51,7 +51,7 @@ def test_seconds_per_batch_are_those_of_parts_with_equally_many_steps() -> None:
 
 
 def test_curves_are_averaged_where_all_are() -> None:
-    one, two = [(0.0, 4.0), (4.0, 0.0)], [(2.0, 3.0), (6.0, 3.0)]
-    assert mean_curve([one, two], 3) == [(2.0, 2.5), (3.0, 2.0), (4.0, 1.5)]
-    assert mean_curve([one, [(5.0, 1.0)]]) == []
-    assert mean_curve([one, []]) == []
+    first, second = [(0.0, 4.0), (4.0, 0.0)], [(2.0, 3.0), (6.0, 3.0)]
+    assert mean_curve([first, second], 3) == [(2.0, 2.5), (3.0, 2.0), (4.0, 1.5)]
+    assert mean_curve([first, [(5.0, 1.0)]]) == []
+    assert mean_curve([first, []]) == []

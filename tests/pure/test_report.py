@@ -135,9 +135,9 @@ def test_texts_and_edges_have_the_contrast_that_readers_need(scheme: int) -> Non
     texts = [(text, ground) for text in ("ink", "soft", "f", "good", "close", "bad") for ground in ("page", "card")]
     texts += [("inside", box) for box in ("f", "b", "w", "rest", "s3")]  # numbers on a canvas, which axe cannot see
     for pairs, least in ((texts, 4.5), ([("edge", "page"), ("edge", "card")], 3.0)):
-        for one, other in pairs:
-            low, high = sorted((luminance(colours[one]), luminance(colours[other])))
-            assert (high + 0.05) / (low + 0.05) >= least, (one, other)
+        for mark, ground in pairs:
+            low, high = sorted((luminance(colours[mark]), luminance(colours[ground])))
+            assert (high + 0.05) / (low + 0.05) >= least, (mark, ground)
 
 
 def test_the_front_is_stairs_and_marks_the_chosen_layout() -> None:
@@ -163,41 +163,41 @@ def test_a_curve_needs_two_points() -> None:
 
 
 def test_numbers_as_one_reads_them() -> None:
-    assert [units.seconds(one) for one in (12.34, 0.0123, 4.5e-6, 0.0, 1234.5)] == [
+    assert [units.seconds(value) for value in (12.34, 0.0123, 4.5e-6, 0.0, 1234.5)] == [
         "12.3 s", "12.3 ms", "4.5 us", "0 us", "1,234 s",
     ]  # fmt: skip
-    assert [units.size(one) for one in (3 * 2**30, 5 * 2**20, 2**41)] == ["3 GiB", "5 MiB", "2 TiB"]
-    assert [drawing.dollars(one) for one in (None, 0.5, 1234.5)] == ["", "$ 0.5", "$ 1,234"]
+    assert [units.size(num_bytes) for num_bytes in (3 * 2**30, 5 * 2**20, 2**41)] == ["3 GiB", "5 MiB", "2 TiB"]
+    assert [drawing.dollars(price) for price in (None, 0.5, 1234.5)] == ["", "$ 0.5", "$ 1,234"]
 
 
 def test_a_search_becomes_a_report() -> None:
     cluster = load_cluster(DGX, 64)
     result = search(load_model("gpt3-13b"), cluster, global_batch=256)
-    told = explain(result, cluster, scaling=[(64, result)], command="meshwright plan")
-    assert told is not None
+    report = explain(result, cluster, scaling=[(64, result)], command="meshwright plan")
+    assert report is not None
     best = result.options[0]
-    assert sum(part.size for part in told.time) == pytest.approx(best.estimate.step_s)
-    assert sum(part.size for part in told.memory) == pytest.approx(best.memory.peak_bytes)
-    assert told.verdict == best.verdict
-    layout = {name: value for name, value, _ in told.layout}
+    assert sum(part.size for part in report.time) == pytest.approx(best.estimate.step_s)
+    assert sum(part.size for part in report.memory) == pytest.approx(best.memory.peak_bytes)
+    assert report.verdict == best.verdict
+    layout = {name: value for name, value, _ in report.layout}
     assert (layout.get("zero", "0"), "sequence parallel" in layout) == (
         str(best.setup.zero), best.setup.sequence_parallel,
     )  # fmt: skip
     assert (best.setup.zero, best.setup.sequence_parallel) != (0, False)
     assert "cp" not in layout
-    assert told.alternatives
-    assert all(alternative.why for alternative in told.alternatives)
-    assert (told.trace is None) == (best.setup.pp == 1)
-    balanced(render(told))
+    assert report.alternatives
+    assert all(alternative.why for alternative in report.alternatives)
+    assert (report.trace is None) == (best.setup.pp == 1)
+    balanced(render(report))
 
 
 def test_where_nothing_fits_the_report_says_so() -> None:
     cluster = load_cluster(DGX, 8)
-    told = explain(search(load_model("megatron-1t"), cluster, global_batch=8), cluster)
-    assert told is not None
-    assert told.verdict == "does not fit"
-    assert told.sentence.startswith("None of ")
-    assert "this one lacks least" in render(told)
+    report = explain(search(load_model("megatron-1t"), cluster, global_batch=8), cluster)
+    assert report is not None
+    assert report.verdict == "does not fit"
+    assert report.sentence.startswith("None of ")
+    assert "this one lacks least" in render(report)
 
 
 def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

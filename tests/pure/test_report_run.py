@@ -55,17 +55,17 @@ def actions(trace: Trace) -> Trace:
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     """A run's directory with everything in it."""
-    found = tmp_path / "run"
+    folder = tmp_path / "run"
     peaks = {rank: (100 + rank) * MIB for rank in range(4)}
     predicted = actions(step(PLAN, BEFORE, "simulated", dict.fromkeys(range(4), 90 * MIB)))
     measured = actions(step(PLAN, AFTER, peaks=peaks)).shifted(1234.5)
-    files.save(PLAN, found / "plan.json")
-    files.save(predicted, found / "predicted.json")
-    files.save(measured, found / "trace.json")
-    files.save(make_ledger(PLAN, predicted, [measured], BOX), found / "ledger.json")
-    (found / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    (found / "run.toml").write_text('[model]\nname = "gpt"  # <small>\n')
-    return found
+    files.save(PLAN, folder / "plan.json")
+    files.save(predicted, folder / "predicted.json")
+    files.save(measured, folder / "trace.json")
+    files.save(make_ledger(PLAN, predicted, [measured], BOX), folder / "ledger.json")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (folder / "run.toml").write_text('[model]\nname = "gpt"  # <small>\n')
+    return folder
 
 
 class Page(HTMLParser):
@@ -126,14 +126,14 @@ def test_the_table_has_the_ledgers_numbers_for_every_rank_and_part(directory: Pa
     ledger = files.load(directory / "ledger.json", Ledger)
     rows = Page(render_run(read_run(directory))).rows
     start = rows.index(["rank", "part", "predicted", "in 80 % of runs", "measured", "pred/meas"]) + 1
-    found = iter(rows[start:])
+    table_rows = iter(rows[start:])
     for entry in ledger.ranks:
         parts = [part for part in PARTS if part != "waiting for data"]  # nobody waited
         for number, what in enumerate((*parts, "step", "peak memory")):
             row = next(row for row in ledger.rows() if (row.rank, row.what) == (entry.rank, what))
             predicted, measured, ratio = row.texts()
             rank = "" if number else str(entry.rank)
-            assert next(found) == [rank, what, predicted, row.between, measured, ratio]
+            assert next(table_rows) == [rank, what, predicted, row.between, measured, ratio]
     words = Page(render_run(read_run(directory))).words
     assert ledger.explanation in words
     assert f"pred/meas {ledger.step_ratio:.2f}" in words
@@ -244,11 +244,13 @@ def test_a_last_row_that_was_not_finished_is_left_out(directory: Path) -> None:
 def test_the_command_writes_page_and_trace(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     events = directory.parent / "perfetto.json"
     assert cli(["report", str(directory), "--trace", str(events)]) == 0
-    said = capsys.readouterr().out
-    assert f"-> {directory / 'report.html'}\n-> {events}\n" in said
-    assert "off most: computing on rank 3" in said
+    output = capsys.readouterr().out
+    assert f"-> {directory / 'report.html'}\n-> {events}\n" in output
+    assert "off most: computing on rank 3" in output
     names = {
-        one["args"]["name"] for one in json.loads(events.read_bytes())["traceEvents"] if one["name"] == "process_name"
+        event["args"]["name"]
+        for event in json.loads(events.read_bytes())["traceEvents"]
+        if event["name"] == "process_name"
     }
     assert names == {f"{source} rank {rank}" for source in ("simulated", "measured") for rank in range(4)}
     other = directory.parent / "page.html"
@@ -271,10 +273,10 @@ def test_the_page_and_the_command_show_the_interval_of_the_highest_peak(
     page = (directory / "report.html").read_text()
     assert all(row.between in page for row in ledger.rows())
     assert cli(["report", str(directory), "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    peaks = [row["interval"] for row in said["rows"] if row["what"] == "peak memory"]
+    document = json.loads(capsys.readouterr().out)
+    peaks = [row["interval"] for row in document["rows"] if row["what"] == "peak memory"]
     assert {"low": about.low, "high": about.high} in peaks
-    assert said["ledger"]["memory_deviation"] == ledger.memory_deviation
+    assert document["ledger"]["memory_deviation"] == ledger.memory_deviation
 
 
 def test_the_timelines_are_a_picture_of_their_own(directory: Path) -> None:
@@ -309,7 +311,7 @@ def test_what_the_command_cannot_do_is_told_in_a_line(directory: Path, capsys: p
 def test_marks_are_round_and_inside(low: float, length: float) -> None:
     positions = run_drawing.marks(low, low + length)
     assert 2 <= len(positions) <= 7
-    assert all(low - 1e-6 * length <= one <= low + length * (1 + 1e-6) for one in positions)
+    assert all(low - 1e-6 * length <= position <= low + length * (1 + 1e-6) for position in positions)
     mantissa = f"{positions[1] - positions[0]:.3e}"[0]
     assert mantissa in "125"
 

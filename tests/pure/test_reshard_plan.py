@@ -52,14 +52,14 @@ def run(crossing: Crossing, receivers: tuple[int, ...] = ()) -> TransferPlan:
     held, wanted = cut(whole, source, source_sizes), cut(whole, target, target_sizes)
     (part,) = {part.shape for part in wanted}
 
-    got = [np.full(part, -1, np.int64) for _ in wanted]
+    results = [np.full(part, -1, np.int64) for _ in wanted]
     writes = [np.zeros(part, np.int64) for _ in wanted]
     crossed = np.zeros(shape, np.int64).reshape(-1)
     for piece in plan.pieces:
         value = held[piece.source][at(piece.source_box)]
         assert value.size > 0
-        assert got[piece.target][at(piece.target_box)].shape == value.shape
-        got[piece.target][at(piece.target_box)] = value
+        assert results[piece.target][at(piece.target_box)].shape == value.shape
+        results[piece.target][at(piece.target_box)] = value
         writes[piece.target][at(piece.target_box)] += 1
         crossed[value.reshape(-1)] += 1
     assert (crossed == groups_that_want(wanted, receivers or (len(wanted),), shape)).all()
@@ -74,9 +74,9 @@ def run(crossing: Crossing, receivers: tuple[int, ...] = ()) -> TransferPlan:
         assert (count == expected).all()
 
     for gather in plan.gathers:
-        complete(gather, got, part)
-    for mine, expected in zip(got, wanted, strict=True):
-        assert (mine == expected).all()
+        complete(gather, results, part)
+    for result, expected in zip(results, wanted, strict=True):
+        assert (result == expected).all()
 
     order = [(piece.target, piece.source, piece.target_box) for piece in plan.pieces]
     assert order == sorted(order)
@@ -95,19 +95,19 @@ def groups_that_want(wanted: list[Array], receivers: tuple[int, ...], shape: tup
     return count
 
 
-def complete(gather: Gather, got: list[Array], shape: tuple[int, ...]) -> None:
+def complete(gather: Gather, results: list[Array], shape: tuple[int, ...]) -> None:
     """An all-gather or a broadcast, as a target mesh would run it."""
     part = np.full(shape, -1, np.int64)
     boxes = [box for box in gather.boxes if box is not None]
     for rank, box in zip(gather.ranks, boxes, strict=False):
-        part[at(box)] = got[rank][at(box)]
+        part[at(box)] = results[rank][at(box)]
     if len(boxes) == len(gather.ranks):
         assert len({part[at(box)].shape for box in boxes}) == 1
         assert boxes == sorted(boxes)
     else:
         assert gather.boxes == (tuple((0, size) for size in shape), *[None] * (len(gather.ranks) - 1))
     for rank in gather.ranks:
-        got[rank][...] = part
+        results[rank][...] = part
 
 
 @st.composite

@@ -119,7 +119,9 @@ def legal(placements: Placements) -> bool:
 
 
 BY_AXIS = st.dictionaries(st.sampled_from(sorted(SIZES)), PLACEMENTS).filter(legal)
-WHOLE = BY_AXIS.map(lambda found: {a: one for a, one in found.items() if not isinstance(one, Partial)})
+WHOLE = BY_AXIS.map(
+    lambda placements: {axis: placement for axis, placement in placements.items() if not isinstance(placement, Partial)}
+)
 
 
 def explicit(placements: Placements) -> Placements:
@@ -158,20 +160,22 @@ def test_each_move_begins_where_the_one_before_ends_and_the_last_arrives(
 def parts(placements: Placements) -> list[frozenset[int]]:
     """The elements of the whole that each rank has, rank by rank."""
     whole = np.arange(prod(SHAPE)).reshape(SHAPE)
-    found = []
+    elements = []
     for place in product(*map(range, SIZES.values())):
         value, now = whole, list[Shard]()
         for (axis, size), index in zip(SIZES.items(), place, strict=True):
-            if not isinstance(one := placements.get(axis), Shard):
+            if not isinstance(placement := placements.get(axis), Shard):
                 continue
-            blocks = one.outer // prod(2 for other in now if other.dim == one.dim and other.outer < one.outer)
-            value = np.moveaxis(value, one.dim, 0)
+            blocks = placement.outer // prod(
+                2 for other in now if other.dim == placement.dim and other.outer < placement.outer
+            )
+            value = np.moveaxis(value, placement.dim, 0)
             rest = value.shape[1:]
             value = value.reshape(blocks, size, -1, *rest)[:, index].reshape(-1, *rest)
-            value = np.moveaxis(value, 0, one.dim)
-            now.append(one)
-        found.append(frozenset(value.reshape(-1).tolist()))
-    return found
+            value = np.moveaxis(value, 0, placement.dim)
+            now.append(placement)
+        elements.append(frozenset(value.reshape(-1).tolist()))
+    return elements
 
 
 GROUPS: dict[str, list[tuple[int, ...]]] = {"dp": [(0, 2), (1, 3)], "tp": [(0, 1), (2, 3)], "dp+tp": [(0, 1, 2, 3)]}
@@ -202,13 +206,13 @@ def allowed(kind: Kind, axis: str, before: Placements, after: Placements) -> boo
     have, want = parts(before), parts(after)
     if kind == "slice":
         return all(part <= own for own, part in zip(have, want, strict=True))
-    held = {group: {part for one in group for part in have[one]} for group in GROUPS[axis]}
+    held = {group: {part for rank in group for part in have[rank]} for group in GROUPS[axis]}
     return all(want[rank] <= union for group, union in held.items() for rank in group)
 
 
 def cheapest(have: Placements, want: Placements, links: dict[str, AxisLink]) -> float:
     """By relaxing every pair of placements until nothing gets cheaper (Bellman, Ford)."""
-    sums = [axis for axis, one in have.items() if isinstance(one, Partial)]
+    sums = [axis for axis, placement in have.items() if isinstance(placement, Partial)]
     part = [Shard(0)] if len(sums) > 1 else []
     choices = [
         list({REPLICATE, have.get(axis, REPLICATE), want.get(axis, REPLICATE), *(part if axis in sums else [])})
@@ -247,12 +251,14 @@ def test_what_lies_right_does_not_keep_a_sum_from_going_along_levels() -> None:
 
 
 SOLID = st.dictionaries(
-    st.sampled_from(sorted(SIZES)), PLACEMENTS.filter(lambda one: not isinstance(one, Flat))
+    st.sampled_from(sorted(SIZES)), PLACEMENTS.filter(lambda placement: not isinstance(placement, Flat))
 ).filter(legal)
 
 
 @tries(50)
-@given(SOLID, SOLID.filter(lambda one: not any(isinstance(each, Partial) for each in one.values())), LINKS)
+@given(
+    SOLID, SOLID.filter(lambda placements: not any(isinstance(each, Partial) for each in placements.values())), LINKS
+)
 # to gather both axes as one takes less than to gather the one that changes
 @example(
     {"dp": Shard(0, 2), "tp": Shard(0, 2)},

@@ -77,8 +77,8 @@ def test_statistics_of_each_rank_are_its_own_and_other_outputs_terms() -> None:
     assert norm.splittable("own")
     assert [norm.owns("own", output) for output in range(3)] == [False, True, False]
     assert [norm.reduced("own", output) for output in range(3)] == [False, False, True]
-    made = [output_placements(norm, {"dp": "own"}, output, {"dp": 2}) for output in range(3)]
-    assert made == [{"dp": Shard(0)}, {}, {"dp": Partial("sum")}]
+    placements = [output_placements(norm, {"dp": "own"}, output, {"dp": 2}) for output in range(3)]
+    assert placements == [{"dp": Shard(0)}, {}, {"dp": Partial("sum")}]
     assert input_placements(norm, {"dp": "own"}, 0, {"dp": 2}) == {"dp": Shard(0)}
 
 

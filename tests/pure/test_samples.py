@@ -42,8 +42,8 @@ def test_expected_accesses_are_those_of_random_epochs() -> None:
     num_ranks, epochs, num_samples, delta = 4, 20, 20_000, 0.4
     pieces = (divided(order, 400, num_ranks, drop_last=True) for order in epochs_of(num_samples, epochs, 1))
     uses = count_uses(pieces, num_samples, num_ranks)
-    found = (uses >= (1 + delta) * epochs / num_ranks).sum(axis=1).mean()
-    assert found == pytest.approx(expected_accesses(num_ranks, epochs, num_samples, delta), rel=0.05)
+    average = (uses >= (1 + delta) * epochs / num_ranks).sum(axis=1).mean()
+    assert average == pytest.approx(expected_accesses(num_ranks, epochs, num_samples, delta), rel=0.05)
     assert (uses.sum(axis=0) == epochs).all()
 
 
@@ -55,7 +55,7 @@ def test_the_parts_of_ranks_make_the_batches(count: int, per_rank: int, batches:
     for number, batch in enumerate(order.reshape(batches, -1)):
         own = [piece[number * per_rank : (number + 1) * per_rank] for piece in pieces]
         expected = [batch[rank::count] for rank in range(count)] if interleaved else np.split(batch, count)
-        assert all(np.array_equal(mine, right) for mine, right in zip(own, expected, strict=True))
+        assert all(np.array_equal(part, right) for part, right in zip(own, expected, strict=True))
 
 
 def test_a_rank_keeps_what_it_uses_most_in_its_fastest_storage() -> None:
@@ -89,10 +89,10 @@ def test_no_placement_has_fewer_misses(num_samples: int, num_ranks: int, room: i
         for count in range(min(num_samples, room * num_ranks) + 1)
         for kept in combinations(range(num_samples), count)
     )
-    found = misses(set(np.flatnonzero(placement.owner != NOBODY).tolist()))
-    assert found >= best
+    num_misses = misses(set(np.flatnonzero(placement.owner != NOBODY).tolist()))
+    assert num_misses >= best
     if num_ranks == 1:
-        assert found == best
+        assert num_misses == best
     for rank in range(num_ranks):
         assert ((placement.owner == rank) & (placement.level == MEMORY)).sum() <= room
 
@@ -142,6 +142,6 @@ def test_the_first_use_of_a_kept_sample_is_a_read() -> None:
     uses = np.array([[2, 0, 1], [0, 2, 1]])
     placement = place(uses, np.ones(3, np.int64), [Room(1), Room(1)], np.arange(3))
     assert placement.owner.tolist() == [0, 1, NOBODY]
-    found = sources([np.array([0, 2, 0, 1]), np.array([1, 1, 2, 0])], placement)
-    assert found[0].tolist() == [FILES, FILES, OWN_MEMORY, PEER]
-    assert found[1].tolist() == [FILES, OWN_MEMORY, FILES, PEER]
+    classes = sources([np.array([0, 2, 0, 1]), np.array([1, 1, 2, 0])], placement)
+    assert classes[0].tolist() == [FILES, FILES, OWN_MEMORY, PEER]
+    assert classes[1].tolist() == [FILES, OWN_MEMORY, FILES, PEER]

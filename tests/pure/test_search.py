@@ -113,9 +113,9 @@ def test_the_smallest_change_makes_it_fit() -> None:
     assert change.setup is not None
     assert verdict(estimate_memory(change.setup, cluster), cluster) != "does not fit"
     times = [
-        estimate_step(one, cluster).step_s
-        for _, one in single_changes(setup)
-        if verdict(estimate_memory(one, cluster), cluster) == "fits"
+        estimate_step(changed_setup, cluster).step_s
+        for _, changed_setup in single_changes(setup)
+        if verdict(estimate_memory(changed_setup, cluster), cluster) == "fits"
     ]
     assert change.step_s == min(times)
     assert smallest_change(change.setup, cluster) is None
@@ -141,7 +141,7 @@ def test_predict_fills_in_dp_and_refuses_what_does_not_multiply() -> None:
 )
 def test_what_ifs(text: str, key: str, values: list[Any]) -> None:
     asked = {"cluster": "c", "devices": 8, "seq": 0, "batch": 512}
-    assert [one[key] for one in varied(text, asked)] == values
+    assert [request[key] for request in varied(text, asked)] == values
 
 
 @pytest.mark.parametrize("text", ["speed=1", "devices", "devices=x", "seq=0"])
@@ -160,8 +160,8 @@ def test_what_ifs_say_what_costs_least_and_what_has_no_price(capsys: pytest.Capt
     assert cli([*asked, "seq=2048,4096"]) == 0
     assert "no other" not in capsys.readouterr().out  # sequences of unlike lengths are not the same work
     assert cli([*asked, "devices=8..16", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert all(option["usd"] > 0 for one in told for option in one["joint_front"])
+    what_ifs = json.loads(capsys.readouterr().out)
+    assert all(option["usd"] > 0 for what_if in what_ifs for option in what_if["joint_front"])
 
 
 @pytest.mark.parametrize("pp", [2, 3, 8])
@@ -197,7 +197,7 @@ def test_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli(["plan", "llama2-7b", "--cluster", DGX, "--batch", "64"]) == 0
     assert "setups weighed" in capsys.readouterr().out
     assert cli(["plan", "llama2-7b", "--cluster", DGX, "--batch", "64", "--vary", "devices=8..32", "--json"]) == 0
-    assert [one["devices"] for one in json.loads(capsys.readouterr().out)] == [8, 16, 32]
+    assert [what_if["devices"] for what_if in json.loads(capsys.readouterr().out)] == [8, 16, 32]
     assert cli(["plan", "llama2-7b", "--cluster", DGX, "--vary", "devices=8..16", "--scaling", "weak"]) == 0
     assert capsys.readouterr().out.startswith("weak scaling: the batch grows with the devices")
     assert cli(["plan", "llama2-7b"]) == 2

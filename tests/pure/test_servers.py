@@ -310,18 +310,18 @@ def test_ranges_have_equal_lengths_and_cover_everything(sizes: list[int], server
     ranges = key_ranges(sizes, servers)
     lengths = [sum(end - begin for _, begin, end in spans) for spans in ranges]
     assert max(lengths) - min(lengths) <= 1
-    found = [value for spans in ranges for part in parts(flats, spans) for value in part.tolist()]
-    assert found == list(range(sum(sizes)))
+    values = [value for spans in ranges for part in parts(flats, spans) for value in part.tolist()]
+    assert values == list(range(sum(sizes)))
 
 
 def test_pieces_have_the_names_of_their_parameters() -> None:
     flats = [torch.arange(7), torch.arange(7, 10)]
     named = [[("a", 4), ("b", 3)], [("c", 3)]]
-    found = [
+    named_pieces = [
         [(name, piece.tolist()) for name, piece in pieces(named, spans, parts(flats, spans))]
         for spans in key_ranges([7, 3], 2)
     ]
-    assert found == [[("a", [0, 1, 2, 3]), ("b", [4])], [("b", [5, 6]), ("c", [7, 8, 9])]]
+    assert named_pieces == [[("a", [0, 1, 2, 3]), ("b", [4])], [("b", [5, 6]), ("c", [7, 8, 9])]]
 
 
 def test_more_servers_than_parameters() -> None:
@@ -338,11 +338,11 @@ def test_hyperparameters_are_the_numbers_of_all_groups() -> None:
         groups = [{"params": [torch.nn.Parameter(torch.ones(1))]}, {"params": [torch.nn.Parameter(torch.ones(1))]}]
         return torch.optim.AdamW(groups, lr=0.1, betas=(0.8, 0.9))
 
-    one, other = make(), make()
-    one.param_groups[1] |= {"lr": torch.tensor(0.5), "betas": (0.5, 0.75), "weight_decay": 0.25}
-    set_hyperparameters(other, hyperparameters(one))
-    assert other.param_groups[0]["lr"] == 0.1
-    assert [other.param_groups[1][key] for key in ("lr", "betas", "weight_decay")] == [0.5, (0.5, 0.75), 0.25]
-    other.param_groups.pop()
+    source, target = make(), make()
+    source.param_groups[1] |= {"lr": torch.tensor(0.5), "betas": (0.5, 0.75), "weight_decay": 0.25}
+    set_hyperparameters(target, hyperparameters(source))
+    assert target.param_groups[0]["lr"] == 0.1
+    assert [target.param_groups[1][key] for key in ("lr", "betas", "weight_decay")] == [0.5, (0.5, 0.75), 0.25]
+    target.param_groups.pop()
     with pytest.raises(OptimizerError, match="1 parameter groups, that of replicas 2"):
-        set_hyperparameters(other, hyperparameters(one))
+        set_hyperparameters(target, hyperparameters(source))

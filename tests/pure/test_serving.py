@@ -88,7 +88,7 @@ def test_the_published_workflow_has_no_cheaper_plan_among_all() -> None:
 
 
 def test_random_workflows_are_planned_as_by_brute_force() -> None:
-    found = Counter[str]()
+    outcomes = Counter[str]()
     for seed in range(CASES):
         workflow = random_workflow(seed)
         expected = by_brute_force(workflow)
@@ -97,7 +97,7 @@ def test_random_workflows_are_planned_as_by_brute_force() -> None:
                 plan = choice(workflow)
             except WorkflowError:
                 assert expected is None, workflow.name
-                found["none"] += 1
+                outcomes["none"] += 1
                 continue
             assert expected is not None, workflow.name
             assert plan.bound_usd_per_hour <= expected + 1e-6
@@ -106,9 +106,9 @@ def test_random_workflows_are_planned_as_by_brute_force() -> None:
             if kind == "exact":
                 assert plan.usd_per_hour == pytest.approx(expected, abs=1e-6), workflow.name
                 check_keeps_limits(workflow, plan)
-                found["plans"] += 1
-    assert found["plans"] > CASES / 3
-    assert found["none"] > 4
+                outcomes["plans"] += 1
+    assert outcomes["plans"] > CASES / 3
+    assert outcomes["none"] > 4
 
 
 def check_keeps_limits(workflow: Workflow, plan: WorkflowPlan) -> None:
@@ -118,8 +118,8 @@ def check_keeps_limits(workflow: Workflow, plan: WorkflowPlan) -> None:
     for choice in plan.choices:
         assert sum(load.rate_per_s for load in choice.workers) == pytest.approx(workflow.rate_per_s)
         assert all(load.utilisation <= plan.headroom + 1e-6 for load in choice.workers)
-    for one in plan.traffic:
-        assert workflow.tier_index[one.source_tier] <= workflow.tier_index[one.target_tier]
+    for traffic in plan.traffic:
+        assert workflow.tier_index[traffic.source_tier] <= workflow.tier_index[traffic.target_tier]
     if workflow.limits.latency_s:
         assert slowest_route_s(workflow, plan) <= workflow.limits.latency_s + 1e-6
 
@@ -160,7 +160,7 @@ def test_single_tiers_and_uniform_models_cost_more() -> None:
     tiers, uniform = one_tier_plans(VQA), uniform_plans(VQA)
     assert set(tiers) == {"cloud"}
     assert min(tier.usd_per_hour for tier in tiers.values()) > 1.3 * cost
-    assert min(one.usd_per_hour for one in uniform.values()) > 1.3 * cost
+    assert min(plan.usd_per_hour for plan in uniform.values()) > 1.3 * cost
 
 
 def test_a_limit_of_latency_leaves_room_for_waiting() -> None:
@@ -229,12 +229,12 @@ def test_ways_keep_the_rates_of_workers_and_traffic() -> None:
     for choice in plan.choices:
         for load in choice.workers:
             assert counts[load.worker] / items == pytest.approx(load.rate_per_s / VQA.rate_per_s, abs=2e-3)
-    for one in plan.traffic:
+    for traffic in plan.traffic:
         own = [
-            (VQA.tier_of[way.get(one.source, one.source)], VQA.tier_of[way[one.target]]) for way in ways
+            (VQA.tier_of[way.get(traffic.source, traffic.source)], VQA.tier_of[way[traffic.target]]) for way in ways
         ]  # fmt: skip
-        share = own.count((one.source_tier, one.target_tier)) / items
-        assert share == pytest.approx(one.rate_per_s / VQA.rate_per_s, abs=2e-3)
+        share = own.count((traffic.source_tier, traffic.target_tier)) / items
+        assert share == pytest.approx(traffic.rate_per_s / VQA.rate_per_s, abs=2e-3)
 
 
 @pytest.mark.parametrize("seed", [1, 4, 9, 16, 23, 31, 40])
@@ -252,10 +252,13 @@ def test_ways_keep_the_rates_of_random_plans(seed: int) -> None:
         pytest.skip("no plan does three items per second")
     items = 2000
     ways = routes(workflow, plan, items)
-    for one in plan.traffic:
-        tiers = [(workflow.tier_of[way.get(one.source, one.source)], workflow.tier_of[way[one.target]]) for way in ways]
-        share = tiers.count((one.source_tier, one.target_tier)) / items
-        assert share == pytest.approx(one.rate_per_s / workflow.rate_per_s, abs=5e-3)
+    for traffic in plan.traffic:
+        tiers = [
+            (workflow.tier_of[way.get(traffic.source, traffic.source)], workflow.tier_of[way[traffic.target]])
+            for way in ways
+        ]
+        share = tiers.count((traffic.source_tier, traffic.target_tier)) / items
+        assert share == pytest.approx(traffic.rate_per_s / workflow.rate_per_s, abs=5e-3)
 
 
 def test_of_equally_cheap_plans_the_most_accurate_is_taken() -> None:
@@ -274,9 +277,9 @@ def test_of_equally_cheap_plans_the_most_accurate_is_taken() -> None:
 
 def test_simulations_are_equal_for_equal_seeds() -> None:
     workflow = line(variation=0.5, rate=6.0)
-    one, other = (simulate(workflow, choose(workflow), items=50, arrivals="poisson", seed=seed) for seed in (3, 3))
-    assert one == other
-    assert one != simulate(workflow, choose(workflow), items=50, arrivals="poisson", seed=4)
+    first, second = (simulate(workflow, choose(workflow), items=50, arrivals="poisson", seed=seed) for seed in (3, 3))
+    assert first == second
+    assert first != simulate(workflow, choose(workflow), items=50, arrivals="poisson", seed=4)
 
 
 # --- files and errors ------------------------------------------------------------------------------------------------
@@ -306,7 +309,7 @@ variants = [{ name = "ocr", seconds = { cpu = 0.05 } }]
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "told"),
+    ("old", "new", "message"),
     [
         ("usd_per_hour = 0.5", "usd_per_hour = -0.5", "workers.near.usd_per_hour: -0.5 is negative"),
         ("usd_per_gib = 0.1", "usd_per_gib = -1", "links.edge-cloud.usd_per_gib: -1 is negative"),
@@ -333,16 +336,16 @@ variants = [{ name = "ocr", seconds = { cpu = 0.05 } }]
     ],
 )  # fmt: skip
 def test_a_wrong_file_is_refused_by_key(
-    old: str, new: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    old: str, new: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert old in BASE
     path = tmp_path / "w.toml"
     path.write_text(BASE.replace(old, new, 1))
     assert cli(["serve", "plan", str(path)]) == 2
-    said = capsys.readouterr().err
-    assert told in said
-    assert "Traceback" not in said
-    assert "\n  -> " in said
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+    assert "\n  -> " in error
 
 
 def test_operators_that_need_one_worker_together_are_refused(tmp_path: Path) -> None:
@@ -382,10 +385,10 @@ def test_an_unknown_workflow_and_a_missing_file_are_named() -> None:
 def test_plans_and_simulations_are_printed_and_leave_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "plan.html"
     assert cli(["serve", "plan", "vqa", "--page", str(page)]) == 0
-    said = capsys.readouterr().out
-    assert "7.48502 $/h at accuracy 56.59: proven to be the cheapest" in said
-    assert "next cheaper:" in said
-    assert "next more accurate: +0.3905 $/h, accuracy +0.26 (56.85)" in said
+    output = capsys.readouterr().out
+    assert "7.48502 $/h at accuracy 56.59: proven to be the cheapest" in output
+    assert "next cheaper:" in output
+    assert "next more accurate: +0.3905 $/h, accuracy +0.26 (56.85)" in output
     text = page.read_text()
     assert "<svg" in text
     assert "speech-recognition" in text

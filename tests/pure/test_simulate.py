@@ -65,8 +65,8 @@ def work(num_stages: int, *, after: tuple[Piece, ...] = (), reduce: tuple[Piece,
         "W": (Compute("w", 1.0),),
         "REDUCE_GRAD": reduce,
     }
-    one = StageWork(**({"pieces": pieces, "after": after} | stage))
-    return StepWork((one,) * num_stages)
+    stage_work = StageWork(**({"pieces": pieces, "after": after} | stage))
+    return StepWork((stage_work,) * num_stages)
 
 
 def full(schedule: Schedule) -> Schedule:
@@ -94,11 +94,11 @@ def test_every_action_runs_when_the_simplest_version_says(
     whole = Costs(**{name: float(cost * chunks) for name, cost in zip(names, costs, strict=True)})  # of all chunks
     trace = play(full(schedule), work(num_ranks * chunks, pieces=pieces), Mesh.of(pp=num_ranks), FREE).trace()
     for rank, times in enumerate(run(schedule, whole)):
-        found = [
+        spans = [
             (span.what, span.start_s, span.end_s) for span in trace.of_rank(rank).spans if span.stream == "compute"
         ]
         wanted = [(str(action), start, end) for action, (start, end) in zip(schedule.ranks[rank], times, strict=True)]
-        assert found == wanted
+        assert spans == wanted
 
 
 @given(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 6), st.integers(0, 6))
@@ -150,8 +150,8 @@ def test_messages_take_their_time_between_the_stages() -> None:
 
 
 def test_a_schedule_that_only_computes_gets_its_messages() -> None:
-    one, other = (play(schedule, work(3), Mesh.of(pp=3), FREE).trace() for schedule in _with_and_without_messages())
-    assert one == other
+    trace, other = (play(schedule, work(3), Mesh.of(pp=3), FREE).trace() for schedule in _with_and_without_messages())
+    assert trace == other
 
 
 def _with_and_without_messages() -> tuple[Schedule, Schedule]:
@@ -219,8 +219,8 @@ def test_a_collective_starts_when_the_last_has_come() -> None:
     step = work(1, reduce=(Communicate("g", "all_reduce", "dp", 8),))
     mesh, network = Mesh.of(dp=4, tp=2), cluster(8, beta_s_per_byte=1e-3)
     trace = play(full(build("none", 1, 1)), step, mesh, network, faults=Faults(slow={3: 2.0})).trace()
-    found = {span.rank: span.start_s for span in trace.spans if span.stream == "communication"}
-    assert found == {rank: 6.0 if rank % 2 else 3.0 for rank in range(8)}
+    starts_s = {span.rank: span.start_s for span in trace.spans if span.stream == "communication"}
+    assert starts_s == {rank: 6.0 if rank % 2 else 3.0 for rank in range(8)}
 
 
 def test_an_axis_of_one_rank_costs_nothing() -> None:

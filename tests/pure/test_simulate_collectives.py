@@ -100,9 +100,9 @@ def test_the_model_of_a_cluster_asks_the_closed_form_of_an_algorithm_that_was_no
     cluster, num_bytes = _cluster(2, 4, links=4), 8 * 10**5
     gamma_s = gamma_s_per_byte(cluster.device)
     hops = [Hop(4, 1e-6, 1e-11), Hop(8, 1e-5, 1e-9)]
-    found = Network(cluster).collective_s("all_reduce", num_bytes, Group(8), name)
-    assert found - Network(cluster).start_s == pytest.approx(steps_s("all_reduce", name, hops, num_bytes, gamma_s))
-    assert found != Network(cluster).collective_s("all_reduce", num_bytes, Group(8))
+    seconds = Network(cluster).collective_s("all_reduce", num_bytes, Group(8), name)
+    assert seconds - Network(cluster).start_s == pytest.approx(steps_s("all_reduce", name, hops, num_bytes, gamma_s))
+    assert seconds != Network(cluster).collective_s("all_reduce", num_bytes, Group(8))
 
 
 def _cluster(boxes: int, devices: int, links: int = 1) -> Cluster:
@@ -140,9 +140,9 @@ def test_what_shares_a_link_waits_for_it() -> None:
     num_bytes, cluster = 10**8, _cluster(2, 4)
     steps = all_reduce("star+butterfly@4x2", 8, num_bytes)
     bound = num_bytes * 1e-9
-    one, four = shared_s(steps, cluster), shared_s(steps, _cluster(2, 4, links=4))
-    assert bound < one < 1.05 * bound
-    assert bound / 4 < four < 1.15 * bound / 4
+    one_link_s, four_links_s = shared_s(steps, cluster), shared_s(steps, _cluster(2, 4, links=4))
+    assert bound < one_link_s < 1.05 * bound
+    assert bound / 4 < four_links_s < 1.15 * bound / 4
 
 
 def test_levels_beat_a_ring_that_crosses_at_every_hop() -> None:

@@ -33,11 +33,11 @@ def test_a_slow_rank_keeps_all_that_wait_for_it() -> None:
 
 
 def test_jitter_is_drawn_from_the_seed() -> None:
-    one, same, other = (
+    trace, same, other = (
         play(SCHEDULE, STEP, MESH, FREE, faults=Faults(jitter=0.1, seed=seed)).trace() for seed in (1, 1, 2)
     )
-    assert one == same != other
-    assert one.of_rank(0).spans != one.of_rank(1).spans
+    assert trace == same != other
+    assert trace.of_rank(0).spans != trace.of_rank(1).spans
 
 
 def test_jitter_has_mean_one_and_the_deviation_asked_for() -> None:

@@ -45,8 +45,8 @@ def boxes(links: int, contention: float = 1.0) -> Cluster:
 def finish(links: Links, *flows: tuple[float, tuple[Flow, ...]]) -> list[float]:
     """When each of these transfers ends."""
     ends = [0.0] * len(flows)
-    for index, (start_s, one) in enumerate(flows):
-        links.start(lambda time_s, index=index: ends.__setitem__(index, time_s), start_s, one)  # type: ignore[misc]
+    for index, (start_s, transfer) in enumerate(flows):
+        links.start(lambda time_s, index=index: ends.__setitem__(index, time_s), start_s, transfer)  # type: ignore[misc]
     while links.advance():
         pass
     return ends
@@ -64,11 +64,11 @@ def test_all_groups_of_an_axis_at_once_take_what_the_closed_form_says(
     collective: Any, num_links: int, contention: float, case: tuple[str, Mesh], size: int
 ) -> None:
     axis, mesh = case
-    one = boxes(num_links, contention)
-    links = Links(Fabric(one, mesh))
+    cluster = boxes(num_links, contention)
+    links = Links(Fabric(cluster, mesh))
     ends = finish(links, *((1.0, links.collective(collective, size, group)) for group in mesh.groups(axis)))
     first = mesh.groups(axis)[0]
-    wanted = 1.0 + Network(one).collective_s(collective, size, Group(len(first), first[1] - first[0]))
+    wanted = 1.0 + Network(cluster).collective_s(collective, size, Group(len(first), first[1] - first[0]))
     assert ends == pytest.approx([wanted] * len(ends))
 
 
@@ -81,19 +81,19 @@ def test_measured_collectives_take_on_shared_links_what_was_measured(operation: 
         )
         for size in (0, 10**6)
     )
-    one, mesh = msgspec.structs.replace(boxes(1), collectives=rows), Mesh.of(dp=2, tp=4)
-    links, groups = Links(Fabric(one, mesh)), mesh.groups("dp")
+    cluster, mesh = msgspec.structs.replace(boxes(1), collectives=rows), Mesh.of(dp=2, tp=4)
+    links, groups = Links(Fabric(cluster, mesh)), mesh.groups("dp")
     ends = finish(links, *((0.0, links.collective(operation, 10**5, group)) for group in groups))
-    assert ends == pytest.approx([Network(one).collective_s(operation, 10**5, Group(2, 4))] * 4)
+    assert ends == pytest.approx([Network(cluster).collective_s(operation, 10**5, Group(2, 4))] * 4)
     assert ends[0] == pytest.approx(0.5 + 10)
-    links = Links(Fabric(one, mesh))
+    links = Links(Fabric(cluster, mesh))
     assert finish(links, (0.0, links.collective(operation, 10**5, groups[0])))[0] < 0.6 * ends[0]
 
 
 @given(st.sampled_from([1, 2, 4]), st.sampled_from([1.0, 2.0]), st.integers(0, 10**6))
 def test_all_replicas_sending_at_once_take_what_the_closed_form_says(links: int, contention: float, size: int) -> None:
-    one = boxes(links, contention)
-    shared = Links(Fabric(one, Mesh.of(pp=2, dp=4)))
+    cluster = boxes(links, contention)
+    shared = Links(Fabric(cluster, Mesh.of(pp=2, dp=4)))
     ends = finish(shared, *((0.0, shared.message(size, rank, rank + 4)) for rank in range(4)))
     # Four of the rack's eight devices send, and the core has room for what one box cannot even fill.
     assert ends == pytest.approx([Network(boxes(links)).send_s(size, 4)] * 4)
@@ -121,17 +121,17 @@ def test_a_transfer_slows_down_while_another_is_under_way() -> None:
 @given(st.lists(st.tuples(st.integers(0, 7), st.integers(1, 7), st.integers(1, 10**6), st.floats(0, 5)), max_size=8))
 def test_no_link_carries_more_than_it_can(messages: list[tuple[int, int, int, float]]) -> None:
     links = Links(Fabric(boxes(2, 1.5), Mesh.of(dp=8)))
-    flows = [(start_s, links.message(size, one, (one + step) % 8)) for one, step, size, start_s in messages]
+    flows = [(start_s, links.message(size, rank, (rank + step) % 8)) for rank, step, size, start_s in messages]
     ends = finish(links, *flows)
     for (start_s, (flow,)), end_s in zip(flows, ends, strict=True):
         assert end_s >= start_s + flow.latency_s + flow.bytes / flow.limit_bytes_per_s * (1 - 1e-9)
     for resource in {resource for _, (flow,) in flows for resource in flow.uses}:
-        mine = [(start_s + flow.latency_s, end_s, flow.bytes * flow.uses[resource])
-                for (start_s, (flow,)), end_s in zip(flows, ends, strict=True) if resource in flow.uses]  # fmt: skip
+        loads = [(start_s + flow.latency_s, end_s, flow.bytes * flow.uses[resource])
+                 for (start_s, (flow,)), end_s in zip(flows, ends, strict=True) if resource in flow.uses]  # fmt: skip
         capacity = 2.0 if resource[1] else 1.0
         capacity *= 2 / 1.5 if resource[0] == "core" and resource[1] else 4 if resource[0] == "core" else 1
-        first, last = min(start for start, _, _ in mine), max(end for _, end, _ in mine)
-        assert sum(load for _, _, load in mine) <= capacity * (last - first) * (1 + 1e-9)
+        first, last = min(start for start, _, _ in loads), max(end for _, end, _ in loads)
+        assert sum(load for _, _, load in loads) <= capacity * (last - first) * (1 + 1e-9)
 
 
 # --- in the simulator ------------------------------------------------------------------------------------------------
@@ -145,13 +145,13 @@ def test_without_anything_to_share_contention_changes_nothing() -> None:
         play(schedule, step, Mesh.of(pp=4), boxes(1).resized(4), contention=contention).trace()
         for contention in (False, True)
     )
-    found, wanted = (
+    shared_spans, wanted = (
         {(span.rank, span.what): (span.start_s, span.end_s) for span in trace.spans if span.stream != "wait"}
         for trace in (shared, alone)
     )
-    assert found.keys() == wanted.keys()
+    assert shared_spans.keys() == wanted.keys()
     for key, times in wanted.items():
-        assert found[key] == pytest.approx(times)
+        assert shared_spans[key] == pytest.approx(times)
 
 
 def _started_together(mesh: Mesh, *axes: str) -> tuple[Schedule, StepWork, Mesh, Cluster]:
@@ -162,15 +162,15 @@ def _started_together(mesh: Mesh, *axes: str) -> tuple[Schedule, StepWork, Mesh,
         "B": (Compute("b", 2.0),),
         "REDUCE_GRAD": started,
     }
-    step = StepWork((StageWork(pieces=pieces, after=tuple(Wait(one.what) for one in started)),))
+    step = StepWork((StageWork(pieces=pieces, after=tuple(Wait(piece.what) for piece in started)),))
     return add_reduction(build("none", 1, 1)), step, mesh, boxes(1).resized(4)
 
 
 def test_collectives_of_two_groups_of_one_rank_at_once_share_its_link() -> None:
     step = _started_together(Mesh.of(dp=2, tp=2), "dp", "tp")
-    one, latency_s = (Network(step[3]).collective_s("all_reduce", size, Group(2)) for size in (10**6, 0))
-    assert play(*step).step_s == pytest.approx(3 + one)
-    assert play(*step, contention=True).step_s == pytest.approx(3 + latency_s + 2 * (one - latency_s))
+    alone_s, latency_s = (Network(step[3]).collective_s("all_reduce", size, Group(2)) for size in (10**6, 0))
+    assert play(*step).step_s == pytest.approx(3 + alone_s)
+    assert play(*step, contention=True).step_s == pytest.approx(3 + latency_s + 2 * (alone_s - latency_s))
 
 
 @pytest.mark.parametrize("contention", [False, True])
@@ -180,7 +180,7 @@ def test_collectives_of_one_group_go_one_after_the_other(contention: bool) -> No
     assert played.step_s == pytest.approx(3 + 3 * Network(step[3]).collective_s("all_reduce", 10**6, Group(4)))
     spans = [span for span in played.trace([2]).spans if span.stream == "communication"]
     assert [span.what.split()[-1] for span in spans] == ["0", "1", "2"]
-    assert all(one.end_s <= then.start_s + 1e-9 for one, then in itertools.pairwise(spans))
+    assert all(span.end_s <= following.start_s + 1e-9 for span, following in itertools.pairwise(spans))
 
 
 def test_groups_that_lie_unevenly_in_boxes_and_unlike_boxes_are_refused() -> None:

@@ -182,13 +182,13 @@ def test_the_worked_example_of_a_server_can_be_scaled_down() -> None:
     """A server whose link is full at 10 workers: throughput grows with the workers at first, and then stays; with two
     servers it goes on."""
     assert full_at(1.0, 1e6, 1e7) == pytest.approx(10.0)
-    one, two = (
+    one_server, two_servers = (
         throughputs((2, 4, 24), Server(ASYNC, servers=servers, place="own"), rate=1.0, num_bytes=1e6, nic=1e7, steps=30)
         for servers in (1, 2)
     )
-    assert [one[2], one[4]] == pytest.approx([2.0, 4.0], rel=0.15)
-    assert one[24] == pytest.approx(10.0, rel=0.1)
-    assert two[24] > 1.5 * one[24]
+    assert [one_server[2], one_server[4]] == pytest.approx([2.0, 4.0], rel=0.15)
+    assert one_server[24] == pytest.approx(10.0, rel=0.1)
+    assert two_servers[24] > 1.5 * one_server[24]
 
 
 def _throughput(num_replicas: int, jitter: float) -> float:

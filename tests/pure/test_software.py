@@ -117,10 +117,10 @@ def test_a_number_of_the_profile_changes_its_part_of_memory(number: str, value: 
 
 
 def test_the_parts_of_memory_add_up() -> None:
-    found = memory(Software(fragmentation=0.1))
-    parts = [getattr(found, name) for name in found.__struct_fields__ if name.endswith("_bytes")]
-    assert sum(parts) == pytest.approx(found.peak_bytes)
-    assert found.fragmentation_bytes == pytest.approx(0.1 * found.allocated_bytes)
+    memory_estimate = memory(Software(fragmentation=0.1))
+    parts = [getattr(memory_estimate, name) for name in memory_estimate.__struct_fields__ if name.endswith("_bytes")]
+    assert sum(parts) == pytest.approx(memory_estimate.peak_bytes)
+    assert memory_estimate.fragmentation_bytes == pytest.approx(0.1 * memory_estimate.allocated_bytes)
 
 
 def test_logits_and_scores_take_the_bytes_that_the_software_needs() -> None:
@@ -230,12 +230,12 @@ def test_the_command_lists_profiles(capsys: pytest.CaptureFixture[str]) -> None:
 
 @given(st.floats(1e-3, 1e3), st.floats(0.0, 1.0))
 def test_an_interval_holds_four_fifths_of_a_lognormal(value: float, deviation: float) -> None:
-    found = interval(value, deviation)
-    assert found.low <= value <= found.high
-    assert found.low * found.high == pytest.approx(value**2)
+    limits = interval(value, deviation)
+    assert limits.low <= value <= limits.high
+    assert limits.low * limits.high == pytest.approx(value**2)
     if deviation > 1e-3:
         law = NormalDist(math.log(value), deviation)
-        assert law.cdf(math.log(found.high)) - law.cdf(math.log(found.low)) == pytest.approx(0.8)
+        assert law.cdf(math.log(limits.high)) - law.cdf(math.log(limits.low)) == pytest.approx(0.8)
 
 
 @given(st.floats(0.0, 0.5), st.floats(0.0, 0.5))

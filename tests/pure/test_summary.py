@@ -55,11 +55,11 @@ def test_what_is_waited_for_inside_of_computing_is_no_computing() -> None:
         Span(2, "wait", "b", 2.0, 4.0),
         Span(2, "wait", "c", 9.0, 12.0),
     )
-    (found,) = summarize(Trace(source="measured", spans=spans))
-    assert (found.rank, found.compute_s, found.exposed_s, found.bubble_s) == (2, 6.0, 6.0, 0.0)
+    (times,) = summarize(Trace(source="measured", spans=spans))
+    assert (times.rank, times.compute_s, times.exposed_s, times.bubble_s) == (2, 6.0, 6.0, 0.0)
 
 
-_TIMES = st.tuples(st.integers(0, 30), st.integers(0, 9)).map(lambda one: (one[0], one[0] + one[1]))
+_TIMES = st.tuples(st.integers(0, 30), st.integers(0, 9)).map(lambda pair: (pair[0], pair[0] + pair[1]))
 
 
 @given(st.lists(st.tuples(st.sampled_from(["compute", "communication", "wait"]), _TIMES), min_size=1, max_size=9))
@@ -71,11 +71,11 @@ def test_counting_second_by_second_gives_the_same(spans: list[tuple[str, tuple[i
         name: {second for stream, (start, end) in spans if stream == name for second in range(start, end)}
         for name in ("compute", "communication", "wait")
     }
-    (found,) = summarize(trace)
-    assert found.compute_s == len(seconds["compute"] - seconds["wait"])
-    assert found.exposed_s == len(seconds["wait"])
-    assert found.hidden_s == len(seconds["communication"] - seconds["wait"])
-    assert found.compute_s + found.exposed_s + found.bubble_s == found.step_s == trace.duration_s
+    (times,) = summarize(trace)
+    assert times.compute_s == len(seconds["compute"] - seconds["wait"])
+    assert times.exposed_s == len(seconds["wait"])
+    assert times.hidden_s == len(seconds["communication"] - seconds["wait"])
+    assert times.compute_s + times.exposed_s + times.bubble_s == times.step_s == trace.duration_s
 
 
 @given(st.integers(1, 4), st.integers(0, 4))
@@ -83,9 +83,9 @@ def test_a_simulated_pipeline_has_the_bubble_of_the_closed_form(num_ranks: int, 
     m = num_ranks + more
     step = StepWork((StageWork(pieces={"F": (Compute("f", 1.0),), "B": (Compute("b", 2.0),)}),) * num_ranks)
     trace = play(add_communication(build("1f1b", num_ranks, m)), step, Mesh.of(pp=num_ranks), FREE).trace()
-    for found in summarize(trace):
-        assert found.bubble_s / found.compute_s == pytest.approx((num_ranks - 1) / m)
-        assert found.exposed_s == found.hidden_s == 0.0
+    for times in summarize(trace):
+        assert times.bubble_s / times.compute_s == pytest.approx((num_ranks - 1) / m)
+        assert times.exposed_s == times.hidden_s == 0.0
 
 
 def test_simulated_communication_is_hidden_or_exposed() -> None:
@@ -97,7 +97,7 @@ def test_simulated_communication_is_hidden_or_exposed() -> None:
     )
     slow = cluster(2, beta_s_per_byte=1e-3)
     seconds = Network(slow).collective_s("all_reduce", 4000, Group(2))
-    for found in summarize(play(add_reduction(build("none", 1, 1)), StepWork((stage,)), Mesh.of(dp=2), slow).trace()):
+    for times in summarize(play(add_reduction(build("none", 1, 1)), StepWork((stage,)), Mesh.of(dp=2), slow).trace()):
         assert seconds > 2.0
-        assert (found.compute_s, found.exposed_s) == pytest.approx((4.0, seconds - 1.0))
-        assert (found.hidden_s, found.bubble_s) == pytest.approx((1.0, 0.0))
+        assert (times.compute_s, times.exposed_s) == pytest.approx((4.0, seconds - 1.0))
+        assert (times.hidden_s, times.bubble_s) == pytest.approx((1.0, 0.0))

@@ -66,9 +66,9 @@ def test_a_grid_along_one_axis_is_tensor_parallelism(recompute: str) -> None:
     """Sums of input gradients overlap on a grid only, so they are at most as long."""
     line, grid = setup(dp=8, tp=4, recompute=recompute), setup(dp=8, tp=4, recompute=recompute, grid=(1, 4, 1))
     assert estimate_memory(grid, CLUSTER) == estimate_memory(line, CLUSTER)
-    found, plain = estimate_step(grid, CLUSTER), estimate_step(line, CLUSTER)
-    assert found.compute_s == plain.compute_s
-    assert found.tensor_comm_s < plain.tensor_comm_s
+    grid_estimate, line_estimate = estimate_step(grid, CLUSTER), estimate_step(line, CLUSTER)
+    assert grid_estimate.compute_s == line_estimate.compute_s
+    assert grid_estimate.tensor_comm_s < line_estimate.tensor_comm_s
 
 
 @pytest.mark.parametrize("grid", [(2, 1, 1), (1, 4, 1), (2, 2, 1), (4, 2, 2)], ids=str)
@@ -108,7 +108,7 @@ def test_each_axis_of_a_grid_divides_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "told"),
+    ("sizes", "pattern"),
     [
         ({"tp": 4, "grid": (2, 4, 1)}, r"grid: grid=\[2, 4, 1\] with tp=4 and dp=1\n  -> tp is the product"),
         ({"dp": 2, "tp": 4, "grid": (2, 2, 4)}, r"grid=\[2, 2, 4\] with tp=4 and dp=2\n  -> .*the third divides dp"),
@@ -119,8 +119,8 @@ def test_each_axis_of_a_grid_divides_memory() -> None:
         ({"tp": 3, "grid": (3, 1, 1)}, r"hidden = 1024 is not divisible by grid = 3"),
     ],
 )  # fmt: skip
-def test_setups_that_cannot_be_are_refused(sizes: dict[str, Any], told: str) -> None:
-    with pytest.raises(LayoutError, match=told):
+def test_setups_that_cannot_be_are_refused(sizes: dict[str, Any], pattern: str) -> None:
+    with pytest.raises(LayoutError, match=pattern):
         setup(**sizes)
 
 
@@ -153,8 +153,10 @@ def test_the_best_grid_is_among_those_that_a_search_estimates() -> None:
         for micro_batch in (1, 2, 4, 8, 16, 32):
             if 64 % (micro_batch * (32 // (x * y))):
                 continue
-            made = msgspec.structs.replace(setup(), dp=32 // (x * y), tp=x * y, grid=(x, y, z), micro_batch=micro_batch)
-            best = min(best, (estimate_step(made, CLUSTER).step_s, (x, y, z, 32 // (x * y * z))))
+            step_setup = msgspec.structs.replace(
+                setup(), dp=32 // (x * y), tp=x * y, grid=(x, y, z), micro_batch=micro_batch
+            )
+            best = min(best, (estimate_step(step_setup, CLUSTER).step_s, (x, y, z, 32 // (x * y * z))))
     assert best[1] in kept
 
 

@@ -52,10 +52,10 @@ def test_the_order_is_that_of_a_plain_search(name: str) -> None:
         if (name == "none") != (p == 1):
             continue
         schedule = pipeline.build(name, p, m - m % p if name == "interleaved" else m, CHUNKS.get(name, 1))
-        for one in (schedule, add_reduction(add_communication(schedule, built=True))):
-            order = order_of(one, keep=False)
-            assert order == plain_order(one)
-            assert len(order.actions) == sum(map(len, one.ranks))
+        for version in (schedule, add_reduction(add_communication(schedule, built=True))):
+            order = order_of(version, keep=False)
+            assert order == plain_order(version)
+            assert len(order.actions) == sum(map(len, version.ranks))
 
 
 @given(st.sampled_from(["1f1b", "zb-h1", "interleaved"]), st.booleans(), st.integers(0, 2**32), st.integers(0, 6))
@@ -68,13 +68,13 @@ def test_the_order_of_a_broken_schedule_is_that_of_a_plain_search(
     draw, ranks = random.Random(seed), [list(actions) for actions in schedule.ranks]
     for _ in range(changes):
         actions = draw.choice(ranks)
-        one, other = draw.randrange(len(actions)), draw.randrange(len(actions))
+        index, other = draw.randrange(len(actions)), draw.randrange(len(actions))
         match draw.randrange(3):
             case 0:
-                del actions[one]
+                del actions[index]
             case 1:
-                actions.insert(other, actions[one])
+                actions.insert(other, actions[index])
             case _:
-                actions[one], actions[other] = actions[other], actions[one]
+                actions[index], actions[other] = actions[other], actions[index]
     broken = msgspec.structs.replace(schedule, ranks=tuple(map(ActionList, ranks)))
     assert order_of(broken, keep=False) == plain_order(broken)

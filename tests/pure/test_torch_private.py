@@ -36,7 +36,7 @@ def imported(tree: ast.Module) -> Iterator[tuple[str, str, int]]:
 def private_names(source: str) -> set[tuple[int, str]]:
     """The private names of PyTorch that a source imports, or reads from what it imports, with their lines."""
     tree = ast.parse(source)
-    found = {(line, path) for _, path, line in imported(tree) if is_private(path)}
+    names = {(line, path) for _, path, line in imported(tree) if is_private(path)}
     paths = {local: "torch" if local == "torch" else path for local, path, _ in imported(tree)}
     for node in ast.walk(tree):
         if not isinstance(node, ast.Attribute):
@@ -49,12 +49,12 @@ def private_names(source: str) -> set[tuple[int, str]]:
         if isinstance(value, ast.Name) and value.id in paths:
             path = ".".join([paths[value.id], *reversed(parts)])
             if is_private(path) and not is_private(path.rpartition(".")[0]):
-                found.add((node.lineno, path))
-    return found
+                names.add((node.lineno, path))
+    return names
 
 
 @pytest.mark.parametrize(
-    ("source", "found"),
+    ("source", "names"),
     [
         ("import torch\ntorch._scaled_mm(a, b)", {(2, "torch._scaled_mm")}),
         ("import torch\ntorch.cuda._sleep(1)", {(2, "torch.cuda._sleep")}),
@@ -68,8 +68,8 @@ def private_names(source: str) -> set[tuple[int, str]]:
         ("import torch\ntorch.ops.aten._softmax.default\ntorch.__version__\nvalue._version", set()),
     ],
 )
-def test_private_names_are_found(source: str, found: set[tuple[int, str]]) -> None:
-    assert private_names(source) == found
+def test_private_names_are_found(source: str, names: set[tuple[int, str]]) -> None:
+    assert private_names(source) == names
 
 
 def test_only_torch_private_uses_private_names_of_pytorch() -> None:

@@ -45,10 +45,10 @@ def test_a_trace_lasts_from_its_first_start_to_its_last_end() -> None:
 
 
 def test_one_rank_keeps_only_what_is_its_own() -> None:
-    one = TWO_RANKS.of_rank(1)
-    assert one.spans == (TWO_RANKS.spans[2],)
-    assert one.memory == (MemorySample(1, 2.5, 50),)
-    assert one.source == "simulated"
+    rank_trace = TWO_RANKS.of_rank(1)
+    assert rank_trace.spans == (TWO_RANKS.spans[2],)
+    assert rank_trace.memory == (MemorySample(1, 2.5, 50),)
+    assert rank_trace.source == "simulated"
     assert TWO_RANKS.of_rank(7) == Trace(source="simulated")
 
 

@@ -14,8 +14,8 @@ from tests.pure.test_trace import TRACES
 def events(trace: Trace) -> list[dict[str, Any]]:
     document = json.loads(trace_events(trace))
     assert document["otherData"] == {"source": trace.source}
-    found: list[dict[str, Any]] = document["traceEvents"]
-    return found
+    entries: list[dict[str, Any]] = document["traceEvents"]
+    return entries
 
 
 def test_spans_are_complete_events_in_microseconds_on_the_tracks_of_their_rank() -> None:
@@ -41,10 +41,10 @@ def test_transfers_at_one_time_have_tracks_of_their_own() -> None:
     spans = tuple(
         Span(0, "communication", name, start, start + 2.0) for name, start in (("a", 0.0), ("b", 1.0), ("c", 2.0))
     )
-    found = {
+    tracks = {
         event["name"]: event["tid"] for event in events(Trace(source="measured", spans=spans)) if event["ph"] == "X"
     }
-    assert found == {"a": 0, "b": 1, "c": 0}
+    assert tracks == {"a": 0, "b": 1, "c": 0}
 
 
 def test_two_traces_stand_apart_each_from_its_own_beginning() -> None:
@@ -52,10 +52,10 @@ def test_two_traces_stand_apart_each_from_its_own_beginning() -> None:
     measured = Trace(source="measured", spans=(Span(0, "compute", "0F0", 70.0, 71.5),))
     document = json.loads(trace_events(predicted, measured))
     assert document["otherData"] == {"source": "simulated and measured"}
-    found = document["traceEvents"]
-    names = {event["pid"]: event["args"]["name"] for event in found if event["name"] == "process_name"}
+    entries = document["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in entries if event["name"] == "process_name"}
     assert names == {0: "simulated rank 0", 1: "simulated rank 1", 2: "measured rank 0"}
-    spans = [(event["pid"], event["ts"], event["dur"]) for event in found if event["ph"] == "X"]
+    spans = [(event["pid"], event["ts"], event["dur"]) for event in entries if event["ph"] == "X"]
     assert sorted(spans) == [(0, 0.0, 1e6), (1, 0.0, 1e6), (2, 0.0, 1.5e6)]
 
 

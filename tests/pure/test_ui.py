@@ -206,7 +206,7 @@ def test_an_answer_shows_the_best_layout_the_front_and_the_commands(client: Test
 
 
 def test_a_search_is_made_once_for_all_of_its_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = recorded(monkeypatch, prediction, "find_layouts")
+    searches = recorded(monkeypatch, prediction, "find_layouts")
     explorer = Explorer()
     answer = explorer.answer(QUESTION)
     for layout in answer.report.front[:3]:
@@ -214,7 +214,7 @@ def test_a_search_is_made_once_for_all_of_its_layouts(monkeypatch: pytest.Monkey
         assert shown.report.words == layout.words
         assert shown.chosen.step_s == pytest.approx(layout.step_s)
     explorer.timeline(QUESTION)
-    assert len(made) == 1
+    assert len(searches) == 1
 
 
 def test_what_if_questions_change_the_answer_as_they_should() -> None:
@@ -246,8 +246,8 @@ def test_links_of_other_speeds_change_their_level_alone() -> None:
 
 
 def test_words_of_a_layout_are_read_as_they_were_written() -> None:
-    found = EXPLORER.answer(QUESTION).result
-    setups = [option.setup for option in (*found.options, *found.front)]
+    result = EXPLORER.answer(QUESTION).result
+    setups = [option.setup for option in (*result.options, *result.front)]
     assert any(setup.grid for setup in setups)
     device = prediction.load_cluster(QUESTION.cluster, QUESTION.devices).device
     for setup in setups:
@@ -268,17 +268,17 @@ def test_devices_without_bfloat16_are_answered_in_float16() -> None:
 
 
 def test_the_exported_commands_make_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
-    found = EXPLORER.answer(QUESTION).result
-    for option in (found.options[0], next(each for each in found.options if each.setup.grid)):
+    result = EXPLORER.answer(QUESTION).result
+    for option in (result.options[0], next(each for each in result.options if each.setup.grid)):
         line = commands(QUESTION, option)[2][1]
         assert cli([*shlex.split(line)[1:], "--json"]) in (0, 1)
-        told = json.loads(capsys.readouterr().out)
-        assert told["setup"] == json.loads(msgspec.json.encode(option.setup))
-        assert told["estimate"]["step_s"] == pytest.approx(option.estimate.step_s)
-    line = commands(msgspec.structs.replace(QUESTION, recompute="full"), found.options[0])[0][1]
+        document = json.loads(capsys.readouterr().out)
+        assert document["setup"] == json.loads(msgspec.json.encode(option.setup))
+        assert document["estimate"]["step_s"] == pytest.approx(option.estimate.step_s)
+    line = commands(msgspec.structs.replace(QUESTION, recompute="full"), result.options[0])[0][1]
     assert cli([*shlex.split(line)[1:], "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert {option["setup"].get("recompute", "none") for option in told["front"]} == {"full"}
+    document = json.loads(capsys.readouterr().out)
+    assert {option["setup"].get("recompute", "none") for option in document["front"]} == {"full"}
 
 
 def test_files_are_saved_and_read_again(client: TestClient, tmp_path: Path) -> None:
@@ -320,11 +320,11 @@ def test_a_timeline_has_every_span_and_every_rank() -> None:
 
 
 def test_timelines_of_runs_lay_predicted_over_measured(client: TestClient) -> None:
-    told = json.loads(text_of(client, "/run/timeline.json", name="first"))
-    assert [view["name"] for view in told["views"]] == ["all 4 ranks", "only predicted", "only measured"]
-    labels = [row["label"] for row in told["views"][0]["rows"]]
+    timeline = json.loads(text_of(client, "/run/timeline.json", name="first"))
+    assert [view["name"] for view in timeline["views"]] == ["all 4 ranks", "only predicted", "only measured"]
+    labels = [row["label"] for row in timeline["views"][0]["rows"]]
     assert labels[:3] == ["rank 0 predicted", "rank 0 measured", "rank 1 predicted"]
-    assert HOSTILE in told["names"]
+    assert HOSTILE in timeline["names"]
 
 
 def test_without_spans_a_timeline_is_empty() -> None:
@@ -387,15 +387,15 @@ def test_of_many_runs_only_those_on_the_page_are_read(tmp_path: Path, monkeypatc
     read = recorded(monkeypatch, run_list.files, "load")
     (tmp_path / "run-00007" / "ledger.json").write_text("{")
     os.utime(tmp_path / "run-00007" / "run.toml", (2e9, 2e9))
-    found = RunFolders(tmp_path)
-    page = found.page()
+    folders = RunFolders(tmp_path)
+    page = folders.page()
     assert (len(page.rows), page.total, page.pages) == (SHOWN, 10_000, 200)
     assert page.rows[0].problem.startswith("not valid JSON")
     assert {path for path, _ in read if path.exists()} == {tmp_path / "run-00007" / "ledger.json"}
     assert len(read) <= SHOWN
-    assert [row.name for row in found.page("00042").rows] == ["run-00042"]
-    assert len(found.page(number=200).rows) == SHOWN
-    assert found.page(number=999).page == 200
+    assert [row.name for row in folders.page("00042").rows] == ["run-00042"]
+    assert len(folders.page(number=200).rows) == SHOWN
+    assert folders.page(number=999).page == 200
 
 
 def test_the_folder_may_be_a_run_itself_or_missing(runs: Path) -> None:
@@ -487,8 +487,8 @@ def test_a_taken_port_is_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> N
         with pytest.raises(LaunchError, match="the port cannot be used"):
             listening(port)
         assert cli(["ui", "--port", str(port), "--no-browser"]) == 2
-    said = capsys.readouterr().err
-    assert f"127.0.0.1:{port}: the port cannot be used: Address already in use\n  -> give another --port" in said
+    error = capsys.readouterr().err
+    assert f"127.0.0.1:{port}: the port cannot be used: Address already in use\n  -> give another --port" in error
 
 
 def test_the_command_prints_the_address_and_needs_no_browser(
@@ -504,19 +504,19 @@ def test_the_command_prints_the_address_and_needs_no_browser(
     monkeypatch.delenv("DISPLAY", raising=False)
     monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
     assert cli(["ui", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert re.match(r"http://127\.0\.0\.1:\d+/\?token=[\w-]{32}\n", said)
-    assert "no browser can be opened here" in said
+    output = capsys.readouterr().out
+    assert re.match(r"http://127\.0\.0\.1:\d+/\?token=[\w-]{32}\n", output)
+    assert "no browser can be opened here" in output
     assert len(served) == 1
     monkeypatch.setenv("DISPLAY", ":0")
     monkeypatch.setattr("webbrowser.open", lambda url: True)
     opened = recorded(monkeypatch, webbrowser, "open")
     assert cli(["ui", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert "no browser" not in said
+    output = capsys.readouterr().out
+    assert "no browser" not in output
     ((shown,),) = opened
     assert "?start=" in shown
-    assert shown.partition("start=")[2] not in said
+    assert shown.partition("start=")[2] not in output
     assert cli(["ui", "--plan", str(tmp_path / "no.json")]) == 2
     assert "no.json: there is no such file" in capsys.readouterr().err
 
@@ -531,8 +531,8 @@ def test_a_missing_extra_is_named(
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, package, None)
     assert cli(["ui", "--no-browser"]) == 2
-    said = capsys.readouterr().err
-    assert f"meshwright ui: {package} is not installed\n  -> pip install 'meshwright[ui]'" in said
+    error = capsys.readouterr().err
+    assert f"meshwright ui: {package} is not installed\n  -> pip install 'meshwright[ui]'" in error
 
 
 def test_the_command_has_a_screen_only_where_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

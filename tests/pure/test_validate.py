@@ -89,9 +89,9 @@ def test_other_columns_and_orders_do_no_harm(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_row_is_left_out_and_the_others_are_not(tmp_path: Path, cells: dict[str, str], reason: str) -> None:
-    found = validate(table(tmp_path / "t.csv", {}, {"case": "bad", **cells}, {"case": "last"}))
-    assert [row.case for row in found.rows] == ["one", "last"]
-    (left,) = found.left_out
+    validation = validate(table(tmp_path / "t.csv", {}, {"case": "bad", **cells}, {"case": "last"}))
+    assert [row.case for row in validation.rows] == ["one", "last"]
+    (left,) = validation.left_out
     assert (left.case, left.line) == ("bad", 3)
     assert left.reason.startswith(reason)
 
@@ -111,20 +111,20 @@ def test_errors_are_in_percent(tmp_path: Path) -> None:
     (case,), _ = read_cases(table(tmp_path / "a.csv", {}))
     true_s = estimate_step(case.setup, case.cluster).step_s
     rows = [{"step_time_s": repr(true_s * factor)} for factor in (1 / 1.1, 1 / 0.8, 1.0)]
-    found = validate(table(tmp_path / "b.csv", *rows))
-    assert found.mape == pytest.approx(10)
-    assert found.bias == pytest.approx((10 - 20) / 3)
-    assert found.p90 == pytest.approx(18)
+    validation = validate(table(tmp_path / "b.csv", *rows))
+    assert validation.mape == pytest.approx(10)
+    assert validation.bias == pytest.approx((10 - 20) / 3)
+    assert validation.p90 == pytest.approx(18)
 
 
 def test_running_out_of_memory_is_a_verdict(tmp_path: Path) -> None:
     oom = {"status": "oom", "step_time_s": ""}
     big = {**oom, "case": "big", "layers": "240", "hidden": "16384", "ffn": "", "heads": "64", "kv_heads": ""}
-    found = validate(table(tmp_path / "t.csv", {}, {"case": "two"}, big, {**oom, "case": "small"}))
-    assert [(row.case, row.fits, row.measured_s) for row in found.rows] == [
+    validation = validate(table(tmp_path / "t.csv", {}, {"case": "two"}, big, {**oom, "case": "small"}))
+    assert [(row.case, row.fits, row.measured_s) for row in validation.rows] == [
         ("one", True, 1.5), ("two", True, 1.5), ("big", False, None), ("small", True, None),
     ]  # fmt: skip
-    assert found.oom_balanced_accuracy == pytest.approx((1 + 1 / 2) / 2)
+    assert validation.oom_balanced_accuracy == pytest.approx((1 + 1 / 2) / 2)
     assert validate(table(tmp_path / "t.csv", {})).oom_balanced_accuracy is None
 
 
@@ -148,12 +148,12 @@ def test_the_command_prints_what_the_issue_asks_for(tmp_path: Path, capsys: pyte
     path = table(tmp_path / "t.csv", {}, {"case": "bad", "seq": ""})
     assert cli(["validate", str(path), "--json"]) == 0
     out, err = capsys.readouterr()
-    told = json.loads(out)
-    assert list(told)[:8] == [
+    document = json.loads(out)
+    assert list(document)[:8] == [
         "cases", "mape", "p90", "bias", "spearman", "baseline_mape", "oom_balanced_accuracy", "rows",
     ]  # fmt: skip
-    assert told["cases"] == 1
-    assert list(told["rows"][0]) == [
+    assert document["cases"] == 1
+    assert list(document["rows"][0]) == [
         "case", "predicted_s", "measured_s", "predicted_peak_bytes", "fits", "interval_s", "fit_chance",
         "reported_peak_bytes", "measured_peak_bytes",
     ]  # fmt: skip
@@ -181,14 +181,14 @@ def test_the_command_prints_what_the_issue_asks_for(tmp_path: Path, capsys: pyte
 )
 def test_published_measurements_are_met(name: str, software: str, limit: float, tight: list[str]) -> None:
     """Better than one constant efficiency, and ``tight`` is all that does not fit."""
-    found = validate(Path(__file__).parents[2] / "validation" / f"{name}.csv", software)
-    assert not found.left_out
-    assert [row.case for row in found.rows if not row.fits] == tight
-    assert found.mape is not None
-    assert found.baseline_mape is not None
-    assert found.mape < min(limit, found.baseline_mape)
-    assert found.spearman is not None
-    assert found.spearman > 0.95
+    validation = validate(Path(__file__).parents[2] / "validation" / f"{name}.csv", software)
+    assert not validation.left_out
+    assert [row.case for row in validation.rows if not row.fits] == tight
+    assert validation.mape is not None
+    assert validation.baseline_mape is not None
+    assert validation.mape < min(limit, validation.baseline_mape)
+    assert validation.spearman is not None
+    assert validation.spearman > 0.95
 
 
 def test_published_memory_is_met() -> None:
@@ -205,9 +205,9 @@ def test_published_memory_is_met() -> None:
 
 def test_a_row_with_memory_alone_is_judged_by_it(tmp_path: Path) -> None:
     path = table(tmp_path / "t.csv", {"step_time_s": "", "peak_memory_bytes": "3e10"}, {"case": "two", "status": "OOM"})
-    found = validate(path)
-    assert (found.cases, found.mape) == (2, None)
-    assert found.oom_balanced_accuracy == 0.5  # the second fits, it is said
+    validation = validate(path)
+    assert (validation.cases, validation.mape) == (2, None)
+    assert validation.oom_balanced_accuracy == 0.5  # the second fits, it is said
 
 
 def test_mixtral_has_eight_experts_without_being_told(tmp_path: Path) -> None:
@@ -228,9 +228,9 @@ def test_mixtral_has_eight_experts_without_being_told(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_words_may_be_written_otherwise(tmp_path: Path, cells: dict[str, str], same: dict[str, str]) -> None:
-    (one, other), left_out = read_cases(table(tmp_path / "t.csv", cells, same))
+    (case, other), left_out = read_cases(table(tmp_path / "t.csv", cells, same))
     assert not left_out
-    assert one.setup == other.setup
+    assert case.setup == other.setup
 
 
 def test_compiled_and_overlapping_runs_are_faster(tmp_path: Path) -> None:

@@ -92,11 +92,11 @@ def test_every_example_of_the_lectures_has_an_answer() -> None:
 
 @pytest.mark.parametrize("name", worked.worked_names())
 def test_verdicts(name: str) -> None:
-    found = recompute(name)
-    assert (found.id, bool(found.about)) == (name, True)
-    assert [line.claim for line in found.lines if line.verdict == "claim wrong"] == WRONG.get(name, [])
-    assert [line.claim for line in found.lines if line.verdict == "we differ"] == MISSED.get(name, [])
-    assert all(line.ours and line.why for line in found.lines)
+    example = recompute(name)
+    assert (example.id, bool(example.about)) == (name, True)
+    assert [line.claim for line in example.lines if line.verdict == "claim wrong"] == WRONG.get(name, [])
+    assert [line.claim for line in example.lines if line.verdict == "we differ"] == MISSED.get(name, [])
+    assert all(line.ours and line.why for line in example.lines)
 
 
 @pytest.mark.parametrize(
@@ -141,30 +141,30 @@ def test_the_hidden_fraction_of_collectives_gives_the_published_step() -> None:
         model=make_model("gpt", layers=38, hidden=9216, heads=72, vocabulary=51200, sequence=2048),
         dp=4096, grid=(1, 1, 256), micro_batch=2, global_batch=8192, recompute="full",
     )  # fmt: skip
-    found = planning.published_step(setup, cluster, 48.5)
-    assert found.percent > 55
-    assert 0 < found.hidden < found.usual
-    overlapping = msgspec.structs.replace(cluster.software, hidden=found.hidden)
+    step = planning.published_step(setup, cluster, 48.5)
+    assert step.percent > 55
+    assert 0 < step.hidden < step.usual
+    overlapping = msgspec.structs.replace(cluster.software, hidden=step.hidden)
     again = estimate_step(setup, with_software(cluster, overlapping)).step_s
-    assert again == pytest.approx(found.published_s, rel=1e-3), "1 % of the collectives is never hidden"
-    assert "it follows if collectives were 1" in found.why
+    assert again == pytest.approx(step.published_s, rel=1e-3), "1 % of the collectives is never hidden"
+    assert "it follows if collectives were 1" in step.why
     slower = planning.published_step(setup, cluster, 40)
     assert slower.hidden < 0
     assert "even if nothing overlapped, kernels must have been" in slower.why
 
 
 def test_how_far_is_rounding() -> None:
-    told = [compared("c", 100, found, "", "").verdict for found in (100.5, 104, 120)]
-    assert told == ["agrees", "rounds", "claim wrong"]
-    assert [predicted("c", 50, found, 5, "").verdict for found in (46, 44)] == ["agrees", "we differ"]
+    verdicts = [compared("c", 100, computed, "", "").verdict for computed in (100.5, 104, 120)]
+    assert verdicts == ["agrees", "rounds", "claim wrong"]
+    assert [predicted("c", 50, prediction, 5, "").verdict for prediction in (46, 44)] == ["agrees", "we differ"]
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli(["recompute", "bubbles"]) == 0
     assert "0.1875" in capsys.readouterr().out
     assert cli(["recompute", "bubbles", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert list(told["lines"][0]) == ["claim", "ours", "verdict", "why"]
+    document = json.loads(capsys.readouterr().out)
+    assert list(document["lines"][0]) == ["claim", "ours", "verdict", "why"]
     assert cli(["recompute", "buble"]) == 2
     assert "there is no worked example 'buble'\n  -> did you mean `bubbles`?" in capsys.readouterr().err
     with pytest.raises(LayoutError):
@@ -200,8 +200,8 @@ def test_pruning_finds_what_trying_every_pipeline_finds() -> None:
 
 def test_divisions_are_enumerated() -> None:
     table = [KernelChoice("a", 1, 1.0, 0), KernelChoice("b", 2, 1.0, 0), KernelChoice("c", 3, 1.0, 0)]
-    found = {"".join(piece.name for piece in pieces) for pieces in every_division(table, 4)}
-    assert found == {"aaaa", "aab", "bb", "ac"}
+    divisions = {"".join(piece.name for piece in pieces) for pieces in every_division(table, 4)}
+    assert divisions == {"aaaa", "aab", "bb", "ac"}
 
 
 def test_towers_take_half_of_the_time_of_one_gpu_and_some_for_their_exchange() -> None:
@@ -217,10 +217,12 @@ def test_towers_take_half_of_the_time_of_one_gpu_and_some_for_their_exchange() -
 
 
 def test_without_a_result_file_nothing_is_measured(tmp_path: Path) -> None:
-    found = worked.recompute("utilization", results=tmp_path)
-    assert [(line.verdict, line.ours) for line in found.lines] == [("not measured", "there is no utilization.json")] * 4
-    assert found.lines[1].claim == "typical code reaches 10-15 % of a chip"
-    assert "`make bench-utilization` in a checkout writes the file" in found.lines[0].why
+    example = worked.recompute("utilization", results=tmp_path)
+    assert [(line.verdict, line.ours) for line in example.lines] == [
+        ("not measured", "there is no utilization.json")
+    ] * 4
+    assert example.lines[1].claim == "typical code reaches 10-15 % of a chip"
+    assert "`make bench-utilization` in a checkout writes the file" in example.lines[0].why
 
 
 def test_a_result_file_without_the_finding_is_refused(tmp_path: Path) -> None:
@@ -232,10 +234,10 @@ def test_a_result_file_without_the_finding_is_refused(tmp_path: Path) -> None:
 
 def test_utilization_is_read_from_the_file_of_the_benchmark() -> None:
     result = files.load(Path(__file__).parent / "results" / "honest.json", Result)
-    (one,) = (each for each in result.findings if isinstance(each, Utilization))
-    product = msgspec.structs.replace(one, target="matrix product: part of the peak", fraction=0.81)
-    step = msgspec.structs.replace(one, target="naive step: part of the peak", fraction=0.35)
-    small = msgspec.structs.replace(one, target="step of small operators: part of the peak", fraction=0.12)
+    (utilization,) = (each for each in result.findings if isinstance(each, Utilization))
+    product = msgspec.structs.replace(utilization, target="matrix product: part of the peak", fraction=0.81)
+    step = msgspec.structs.replace(utilization, target="naive step: part of the peak", fraction=0.35)
+    small = msgspec.structs.replace(utilization, target="step of small operators: part of the peak", fraction=0.12)
     lines = list(kept.utilization(msgspec.structs.replace(result, findings=(step, product, small))))
     assert [(line.claim, line.verdict) for line in lines] == [
         ("large matrix products reach 80 % of a chip", "agrees"),
@@ -248,9 +250,9 @@ def test_utilization_is_read_from_the_file_of_the_benchmark() -> None:
 
 def test_a_part_of_a_nominal_peak_is_also_one_of_the_measured_peak() -> None:
     result = files.load(Path(__file__).parent / "results" / "honest.json", Result)
-    (one,) = (each for each in result.findings if isinstance(each, Utilization))
-    notes = {"other_peaks": {"measured: the fastest product": one.peak.flops_per_s / 2}}
-    product = msgspec.structs.replace(one, target="matrix product: part of the peak", fraction=0.4, notes=notes)
+    (utilization,) = (each for each in result.findings if isinstance(each, Utilization))
+    notes = {"other_peaks": {"measured: the fastest product": utilization.peak.flops_per_s / 2}}
+    product = msgspec.structs.replace(utilization, target="matrix product: part of the peak", fraction=0.4, notes=notes)
     line = next(kept.utilization(msgspec.structs.replace(result, findings=(product,))))
     assert line.verdict == "we differ"
     assert line.ours == "40.0% of the peak, 80% of the 56 GFLOP/s of the fastest product that was measured"

@@ -143,10 +143,10 @@ def _route_s(workflow: Workflow, models: Mapping[str, str], chosen: tuple[str, .
             if own == name:
                 before = [
                     seconds + link.latency_s + (8 * size / link.bits_per_s if link.bits_per_s else 0.0)
-                    for one in operator.inputs
-                    for tier, seconds in ends(one)
+                    for input_name in operator.inputs
+                    for tier, seconds in ends(input_name)
                     if (link := workflow.link(tier, worker.tier)) is not None
-                    and (size := workflow.message_bytes(one, models)) >= 0
+                    and (size := workflow.message_bytes(input_name, models)) >= 0
                 ]
                 yield worker.tier, max(before, default=0.0) + operator.variant(models[name]).seconds[worker.device]
 
@@ -160,12 +160,12 @@ def _traffic_usd(
     rate, tiers = workflow.rate_per_s, [tier.name for tier in workflow.tiers]
     loads = {(name, tier): index for index, (name, tier) in enumerate(product(workflow.order, tiers))}
     flows = {
-        (source, target, one, other): len(loads) + index
-        for index, (source, target, one, other) in enumerate(
-            (source, target, one, other)
+        (source, target, source_tier, target_tier): len(loads) + index
+        for index, (source, target, source_tier, target_tier) in enumerate(
+            (source, target, source_tier, target_tier)
             for source, target in workflow.edges
-            for one, other in product(tiers, tiers)
-            if workflow.link(one, other) is not None
+            for source_tier, target_tier in product(tiers, tiers)
+            if workflow.link(source_tier, target_tier) is not None
         )
     }
     count = len(loads) + len(flows)
@@ -176,16 +176,16 @@ def _traffic_usd(
         ({loads[name, tier]: 1.0 for tier in tiers}, rate) for name in workflow.order
     ]
     full: list[tuple[dict[int, float], float]] = []
-    for (source, _, one, other), column in flows.items():
-        link = workflow.link(one, other)
+    for (source, _, source_tier, target_tier), column in flows.items():
+        link = workflow.link(source_tier, target_tier)
         assert link is not None
         costs[column] = link.usd_per_gib * workflow.message_bytes(source, models) * 3600 / 1024**3
     for link in workflow.links:
         if link.bits_per_s:
             own = {
                 column: 8 * workflow.message_bytes(source, models)
-                for (source, _, one, other), column in flows.items()
-                if (one, other) == (link.source, link.target)
+                for (source, _, source_tier, target_tier), column in flows.items()
+                if (source_tier, target_tier) == (link.source, link.target)
             }
             full.append((own, link.bits_per_s))
     for source, target in workflow.edges:
@@ -193,8 +193,8 @@ def _traffic_usd(
             sent = {column: 1.0 for key, column in flows.items() if key[:3] == (source, target, tier)}
             here = rate if source in workflow.source_of and workflow.source_of[source].tier == tier else 0.0
             rows.append((sent | ({} if source in workflow.source_of else {loads[source, tier]: -1.0}), here))
-            came = {column: 1.0 for key, column in flows.items() if key[:2] == (source, target) and key[3] == tier}
-            rows.append((came | {loads[target, tier]: -1.0}, 0.0))
+            received = {column: 1.0 for key, column in flows.items() if key[:2] == (source, target) and key[3] == tier}
+            rows.append((received | {loads[target, tier]: -1.0}, 0.0))
     equal, limits = np.zeros((len(rows), count)), np.zeros((len(full), count))
     for matrix, given in ((equal, rows), (limits, full)):
         for index, (terms, _) in enumerate(given):
