@@ -39,7 +39,7 @@ def run(context: Context) -> None:
         )
     deviation = cluster.software.spread.step
     verdict: Verdict = "pass" if deviation <= 0.1 else "fail"
-    context.notes.found(
+    context.notes.add_finding(
         Check(
             target="fitted constants of matrix products hold, and calls repeat, within 10%",
             verdict="reported" if context.rehearse else verdict, passed=int(deviation <= 0.1), total=1,
@@ -51,11 +51,11 @@ def run(context: Context) -> None:
 
 def _alone(context: Context) -> Cluster:
     effort = SMALL if context.rehearse else GpuEffort()
-    found = calibrate_gpus.measure(effort, lambda what: print(what, flush=True), context.device)
-    assert found is not None
-    cluster = gpu_cluster(found)
+    calibration = calibrate_gpus.measure(effort, lambda what: print(what, flush=True), context.device)
+    assert calibration is not None
+    cluster = gpu_cluster(calibration)
     api.save_cluster(cluster, context.cluster_file)
-    for row in found.products:
+    for row in calibration.products:
         m, n, k, _ = row.product
         rate = 2 * m * n * k / row.seconds / 1e12
         print(f"{row.dtype} {m:.0f} x {n:.0f} x {k:.0f}: {row.seconds * 1e6:.1f} us, {rate:.1f} TFLOP/s", flush=True)

@@ -36,14 +36,14 @@ class Notebook:
         if line.finding is not None:
             print(f"{line.finding.verdict:<9}  {line.finding.target}\n           {line.finding.measured}", flush=True)
 
-    def found(self, finding: Finding, settings: Mapping[str, Settings] | None = None) -> None:
+    def add_finding(self, finding: Finding, settings: Mapping[str, Settings] | None = None) -> None:
         """Note a finding, and the settings that its series name."""
         self.add(Line(finding=finding, settings=dict(settings or {})))
 
     def failed(self, target: str, error: BaseException) -> None:
         """Note that something could not be measured; the whole traceback is printed."""
         traceback.print_exception(error)
-        self.found(
+        self.add_finding(
             broken(target, f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
         )
 

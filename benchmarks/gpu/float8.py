@@ -27,8 +27,8 @@ SIDES = {"bfloat16": "", "float8, tensorwise": "tensorwise", "float8, rowwise": 
 
 def run(context: Context) -> None:
     """Compare numbers, then steps."""
-    if not context.rehearse and (found := processor(context.device)).capability < FLOAT8_CAPABILITY:
-        context.notes.found(Check(target="products in float8", verdict="reported", measured=f"{found} has none"))
+    if not context.rehearse and (gpu := processor(context.device)).capability < FLOAT8_CAPABILITY:
+        context.notes.add_finding(Check(target="products in float8", verdict="reported", measured=f"{gpu} has none"))
         return
     for scaling in ("tensorwise", "rowwise"):
         context.notes.tried(f"float8, {scaling}: numbers", functools.partial(_numbers, context, scaling))
@@ -51,10 +51,10 @@ def _numbers(context: Context, scaling: str) -> None:
     worst = 0.0
     for name in formats:
         expected = _product(left, right, scaling, name).double()
-        found = _product(left.to(context.device), right.to(context.device), scaling, name).cpu().double()
-        worst = max(worst, float(((found - expected).abs() / expected.abs().max()).max()))
+        actual = _product(left.to(context.device), right.to(context.device), scaling, name).cpu().double()
+        worst = max(worst, float(((actual - expected).abs() / expected.abs().max()).max()))
     limit = 2 * torch.finfo(torch.bfloat16).eps
-    context.notes.found(
+    context.notes.add_finding(
         Check(
             target=f"float8, {scaling}: products equal the CPU's within {limit:.1e} of the largest",
             verdict="reported" if context.rehearse else "pass" if worst <= limit else "fail",
@@ -81,7 +81,7 @@ def _steps(context: Context) -> None:
             context.free()
     for name in [name for name in seconds if name != "bfloat16" and "bfloat16" in seconds]:
         both = {side: seconds[side] for side in (name, "bfloat16")}
-        context.notes.found(
+        context.notes.add_finding(
             judged(
                 f"{work.name}, {name}: at most {LIMIT:.2f} x the step in bfloat16, not taking turns", both, name, LIMIT,
                 settings=work.name, num_ranks=1, steps=STEPS, losses={side: losses[side] for side in both},

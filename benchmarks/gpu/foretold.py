@@ -41,29 +41,29 @@ def run(context: Context) -> None:
 
 def several_layouts(context: Context, most: int) -> None:
     """Note the peak memory of dry runs of layouts of several GPUs beside that which was measured."""
-    told: dict[str, str] = {}
+    notes: dict[str, str] = {}
     right = total = 0
     for name, checked in layouts.layouts(most).items():
         kept = context.kept(f"ranks-parity-{checked.layout.num_ranks}").get(f"{name}{MEASURED}")
         if kept is None or context.left_s < LAYOUT_S:
-            told[name] = "not measured" if kept is None else "no dry run: no time was left"
+            notes[name] = "not measured" if kept is None else "no dry run: no time was left"
             continue
         cluster = context.catalog_cluster(checked.layout.num_ranks) or "h100-dgx"
         args = context, checked, kept["plan"], cluster
-        found = context.notes.tried(f"{name}: dry run", functools.partial(layouts.foretold, *args))
+        result = context.notes.tried(f"{name}: dry run", functools.partial(layouts.foretold, *args))
         total += 1
-        if found is None:
-            told[name] = "failed"
+        if result is None:
+            notes[name] = "failed"
             continue
-        peak, findings = found
+        peak, findings = result
         off = peak / kept["bytes"] - 1 if kept["bytes"] else 0.0
         right += not findings and abs(off) <= WITHIN
-        told[name] = "; ".join([f"{off:+.1%}: {peak / 2**20:.1f} MiB in the dry run", *findings[:3]])
-    context.notes.found(
+        notes[name] = "; ".join([f"{off:+.1%}: {peak / 2**20:.1f} MiB in the dry run", *findings[:3]])
+    context.notes.add_finding(
         Check(
             target=f"layouts of up to {most} ranks: dry runs are clean, and their peak memory within {WITHIN:.0%}",
             verdict="pass" if total and right == total else "fail", passed=right, total=max(total, 1),
-            measured=f"{right} of {total} layouts", notes=told,
+            measured=f"{right} of {total} layouts", notes=notes,
         )
     )  # fmt: skip
 
@@ -75,15 +75,17 @@ def _predicted(context: Context, part: str, kept: dict[str, Any], cluster: Clust
     batch = work.batch()
     graph = mw.capture(model, language_model_loss, batch, precision="bfloat16")
     layout = mw.Layout(precision="bfloat16")
-    one = cluster.resized(1) if cluster.num_devices > 1 else cluster
-    plan = mw.plan(graph, one, devices=1, layout=layout)
-    found = foretell(PlanLowering(graph), plan, one, optimizer=ADAMW)
+    one_device = cluster.resized(1) if cluster.num_devices > 1 else cluster
+    plan = mw.plan(graph, one_device, devices=1, layout=layout)
+    prediction = foretell(PlanLowering(graph), plan, one_device, optimizer=ADAMW)
     settings = {work.name: Settings(dtype="bfloat16", ranks=1, threads=torch.get_num_threads(), sizes=work.sizes)}
     seconds = list(kept[f"{OPERATORS}_s"])
     name = f"{OPERATORS}, calibrated"
-    compare_prediction(context, work.name, name, seconds, kept[f"{OPERATORS}_bytes"], found, "this machine", settings)
+    compare_prediction(
+        context, work.name, name, seconds, kept[f"{OPERATORS}_bytes"], prediction, "this machine", settings
+    )
     pieces = sorted(
-        (piece for stage in found.work.stages for each in stage.pieces.values() for piece in each),
+        (piece for stage in prediction.work.stages for each in stage.pieces.values() for piece in each),
         key=lambda piece: -getattr(piece, "seconds", 0.0),
     )
     print(*pieces[:5], sep="\n", flush=True)
@@ -95,19 +97,19 @@ def _rehearsed(context: Context, part: str, kept: dict[str, Any]) -> None:
     with torch.device("meta"):
         model = work.make()
     cluster = context.catalog_cluster()
-    found = mw.dry_run(
+    dry_run = mw.dry_run(
         model, language_model_loss, work.batch(), mw.Layout(precision="bfloat16"), cluster or "h100-dgx", devices=1,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),
     )  # fmt: skip
-    measured, foretold = kept[f"{OPERATORS}_bytes"], found.ranks[0].peak_bytes
+    measured, foretold = kept[f"{OPERATORS}_bytes"], dry_run.ranks[0].peak_bytes
     off = foretold / measured - 1 if measured else 0.0
-    told = [f"{each.kind}: {each.what}" for each in found.findings[:5]]
-    context.notes.found(
+    findings = [f"{each.kind}: {each.what}" for each in dry_run.findings[:5]]
+    context.notes.add_finding(
         Check(
             target=f"{work.name}: the dry run is clean, and its peak memory within {WITHIN:.0%}",
-            verdict="pass" if found.clean and abs(off) <= WITHIN else "fail", total=2,
-            passed=int(found.clean) + int(abs(off) <= WITHIN), notes={"findings": told},
+            verdict="pass" if dry_run.clean and abs(off) <= WITHIN else "fail", total=2,
+            passed=int(dry_run.clean) + int(abs(off) <= WITHIN), notes={"findings": findings},
             measured=f"{off:+.1%}: {foretold / 2**30:.2f} GiB in the dry run, {measured / 2**30:.2f} GiB on the device"
-            + f"; {len(found.findings)} findings" * (not found.clean),
+            + f"; {len(dry_run.findings)} findings" * (not dry_run.clean),
         )
     )  # fmt: skip

@@ -46,12 +46,12 @@ def run(context: Context) -> None:
     for compile in (False,) if context.rehearse else (False, True):
         for graphs in (True, False):
             name = f"ours, {'compiled, ' * compile}{GRAPHS if graphs else NONE}"
-            made = tried(
+            training = tried(
                 f"{work.name}: {name}",
                 functools.partial(_ours, context, work, model, "bfloat16", graphs=graphs, compile=compile),
             )
-            if made is not None:
-                sides[name] = functools.partial(made[0].step, made[1])
+            if training is not None:
+                sides[name] = functools.partial(training[0].step, training[1])
     ours = next((name for name in (f"ours, compiled, {GRAPHS}", f"ours, {GRAPHS}") if name in sides), "")
     if not ours:
         return
@@ -67,9 +67,9 @@ def run(context: Context) -> None:
     peers = {"eager PyTorch": False, "torch.compile with CUDA graphs": True}
     for name, compile in peers.items():
         if context.left_s > 20 and not (compile and context.rehearse):
-            made = tried(f"{work.name}: {name}", functools.partial(_peer, context, work, model, compile=compile))
-            if made is not None:
-                beside[name] = made
+            peer_step = tried(f"{work.name}: {name}", functools.partial(_peer, context, work, model, compile=compile))
+            if peer_step is not None:
+                beside[name] = peer_step
     if len(beside) > 1:
         target = f"{ours}: at most 1.0 x PyTorch's step"
         tried(
@@ -97,12 +97,12 @@ def _ours(
 
 def _same_losses(context: Context, work: Workload, model: nn.Module) -> None:
     """Note whether losses in float64 do not depend on graphs."""
-    found = []
+    losses = []
     for graphs in (False, True):
         trainer, batch = _ours(context, work, copy.deepcopy(model).double(), None, graphs=graphs, compile=False)
-        found.append(torch.stack([trainer.step(batch) for _ in range(STEPS)]).cpu())
-    error = float((found[0] - found[1]).abs().max())
-    context.notes.found(
+        losses.append(torch.stack([trainer.step(batch) for _ in range(STEPS)]).cpu())
+    error = float((losses[0] - losses[1]).abs().max())
+    context.notes.add_finding(
         Check(
             target=f"{work.name}: losses in float64 with graphs are those without, within {TOLERANCE:g}",
             verdict="pass" if error <= TOLERANCE else "fail", passed=int(error <= TOLERANCE), total=1,
@@ -133,8 +133,8 @@ def _compared(
 ) -> None:  # fmt: skip
     """Note a comparison of our step with others."""
     seconds = context.seconds(sides)
-    found = judged(
+    finding = judged(
         f"{work.name}, {target}", seconds, ours, 1.0, settings=work.name, num_ranks=1,
         steps=1 if context.rehearse else 3, losses=dict.fromkeys(sides, ()),
     )  # fmt: skip
-    context.notes.found(found, settings)
+    context.notes.add_finding(finding, settings)

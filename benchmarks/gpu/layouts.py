@@ -46,7 +46,7 @@ def layouts(ranks: int) -> dict[str, Checked]:
     """The layouts for up to this number of ranks, a power of 2."""
     both, experts = ("GPT", "MLP"), ("experts",)
     rows = mw.Layout(tp=2, sequence_parallel=True)
-    found = {
+    by_name = {
         "dp": Checked(mw.Layout(dp=ranks), both),
         "tp": Checked(mw.Layout(tp=2), both),
         "tp, sequence parallel": Checked(rows),
@@ -60,7 +60,7 @@ def layouts(ranks: int) -> dict[str, Checked]:
     }
     if ranks >= 4:
         deep = mw.Layout(tp=2, pp=2, microbatches=4, sequence_parallel=True)
-        found |= {
+        by_name |= {
             "dp x tp": Checked(mw.Layout(dp=2, tp=2), both),
             "tp x pp": Checked(mw.Layout(tp=2, pp=2, microbatches=4)),
             "experts x tp": Checked(mw.Layout(dp=2, ep=2, tp=2), experts),
@@ -70,13 +70,13 @@ def layouts(ranks: int) -> dict[str, Checked]:
             ),
         }  # fmt: skip
     if ranks >= 8:
-        found |= {
+        by_name |= {
             "experts over 4 x tp": Checked(mw.Layout(dp=4, ep=4, tp=2, zero=1), experts),
             "dp x tp x pp, products in shared memory": Checked(
                 mw.Layout(dp=2, tp=2, pp=2, zero=1, microbatches=4, sequence_parallel=True), pieces=2, shared=True
             ),
         }
-    return found
+    return by_name
 
 
 @contextmanager
@@ -130,14 +130,14 @@ def error_of(context: Context, checked: Checked) -> float | str:
         captured = capture(subject.model, subject.loss_fn, subject.batches[0])
         plan = plan_of(checked, captured, cluster)
         with memory_of_pieces(checked.shared):
-            found, trainer = oracle.in_parallel(
+            run, trainer = oracle.in_parallel(
                 subject, plan, oracle.OPTIMIZERS["AdamW"], oracle.MAX_GRAD_NORM,
                 functools.partial(mw.parallelize, device=context.device, cluster=cluster),
             )  # fmt: skip
         if checked.shared and not shares_memory(trainer):
             return APART
-        losses = oracle.error_of(torch.stack(found.losses).cpu(), torch.stack(expected.losses))
-        state = {key: value.cpu() for key, value in found.state.items()}
+        losses = oracle.error_of(torch.stack(run.losses).cpu(), torch.stack(expected.losses))
+        state = {key: value.cpu() for key, value in run.state.items()}
         error = max(error, losses, oracle.largest_error(state, expected.state) if trainer.rank == 0 else 0.0)
     return error
 
@@ -201,20 +201,20 @@ def waits_of(context: Context, trainer: mw.Trainer, batch: dict[str, Tensor]) ->
     """The first operation of a step for which the host waits for the device, and its line; empty if there is none."""
     if context.device.type == "cpu":
         return ""
-    with waits() as told:
+    with waits() as lines:
         trainer.step(batch)
-    return next(iter(told), "")
+    return next(iter(lines), "")
 
 
 def foretold(context: Context, checked: Checked, plan: str, cluster: Cluster | str) -> tuple[int, list[str]]:
     """The most bytes of rank 0 in a dry run of a plan that was measured, and what the dry run found."""
     model, batch = work_of(checked.models[0], context.rehearse, "meta")
     known = decode(plan.encode(), mw.Plan, where="plan that was measured")
-    found = mw.dry_run(
+    dry_run = mw.dry_run(
         model, language_model_loss, batch, known, cluster, devices=checked.layout.num_ranks, ranks=(0,),
         optimizer=optimizer, precision=PRECISION,
     )  # fmt: skip
-    return found.ranks[0].peak_bytes, [f"{each.kind}: {each.what}" for each in found.findings]
+    return dry_run.ranks[0].peak_bytes, [f"{each.kind}: {each.what}" for each in dry_run.findings]
 
 
 def _cluster(context: Context, checked: Checked) -> Cluster | str:
@@ -223,7 +223,7 @@ def _cluster(context: Context, checked: Checked) -> Cluster | str:
 
 def by_ranks(known: Mapping[str, Checked]) -> dict[int, list[str]]:
     """The names of layouts by their number of ranks."""
-    found: dict[int, list[str]] = {}
+    names: dict[int, list[str]] = {}
     for name, checked in known.items():
-        found.setdefault(checked.layout.num_ranks, []).append(name)
-    return found
+        names.setdefault(checked.layout.num_ranks, []).append(name)
+    return names

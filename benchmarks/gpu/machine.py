@@ -15,18 +15,18 @@ from meshwright.ir.result import Check
 
 def run(context: Context) -> None:
     """Note devices and versions, and compare a matrix product on the device with one on the CPU."""
-    found = versions()
-    found["cuda"] = str(torch.version.cuda)
+    all_versions = versions()
+    all_versions["cuda"] = str(torch.version.cuda)
     if context.device.type == "cuda":
-        found["cudnn"] = str(torch.backends.cudnn.version())
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        found["driver"] = _driver()
+        all_versions["cudnn"] = str(torch.backends.cudnn.version())
+        all_versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        all_versions["driver"] = _driver()
     try:
-        found["triton"] = version("triton")
+        all_versions["triton"] = version("triton")
     except PackageNotFoundError:
         print("Triton is not installed: nothing can be compiled", flush=True)
-    context.notes.add(Line(machine=this_machine(accelerators=not context.rehearse), versions=found))
-    print(found, flush=True)
+    context.notes.add(Line(machine=this_machine(accelerators=not context.rehearse), versions=all_versions))
+    print(all_versions, flush=True)
     if context.device.type == "cuda":
         for index in range(torch.cuda.device_count()):
             print(torch.cuda.get_device_properties(index), flush=True)
@@ -35,7 +35,7 @@ def run(context: Context) -> None:
     there = (left.to(context.device) @ right.to(context.device)).cpu()
     error = float((there - left @ right).norm() / (left @ right).norm())
     known = context.catalog_cluster()
-    context.notes.found(
+    context.notes.add_finding(
         Check(
             target="a product on the device equals that on the CPU, in float64",
             passed=int(error < 1e-12),
@@ -44,7 +44,7 @@ def run(context: Context) -> None:
             measured=f"relative error {error:.0e}",
         )
     )
-    context.notes.found(
+    context.notes.add_finding(
         Check(
             target="the catalog has the device",
             verdict="reported",

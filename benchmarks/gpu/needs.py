@@ -60,8 +60,8 @@ def unpack(folder: Path, into: Path) -> list[str]:
     left = []
     for name in missing():
         pattern = name.replace("-", "_")
-        found = [each for each in sorted(folder.glob("*.whl")) if each.name.lower().startswith(f"{pattern}-")]
-        fitting = [each for each in found if fits(each)]
+        wheels = [each for each in sorted(folder.glob("*.whl")) if each.name.lower().startswith(f"{pattern}-")]
+        fitting = [each for each in wheels if fits(each)]
         if name in LARGE or not fitting:
             left.append(name)
             continue
@@ -113,9 +113,9 @@ def collect(python: str, machine: str, folder: Path = FOLDER) -> None:
 def commit() -> str:
     """The commit of this checkout, with ``+`` if files differ from it; in a copy without history, the commit that was
     noted when its wheels were collected; else empty."""
-    found = _git("rev-parse", "--short=12", "HEAD")
-    if found:
-        return found + "+" * bool(_git("status", "--porcelain", ":/src", ":/*.py"))
+    revision = _git("rev-parse", "--short=12", "HEAD")
+    if revision:
+        return revision + "+" * bool(_git("status", "--porcelain", ":/src", ":/*.py"))
     noted = FOLDER / COMMIT
     return noted.read_text().strip() if noted.exists() else ""
 

@@ -54,19 +54,19 @@ def run(context: Context) -> None:
 
 def _float64(context: Context, model: str, cases: Mapping[str, dict[str, Any]], expected: oracle.Run) -> None:
     """Note the errors of one model."""
-    told: dict[str, str] = {}
+    texts: dict[str, str] = {}
     passed = 0
     for name, options in cases.items():
         measure = functools.partial(_error, context, model, options, expected)
         error = context.notes.tried(f"parity in float64: {model}, {name}", measure)
-        told[name] = "failed" if error is None else f"{error:.0e}"
+        texts[name] = "failed" if error is None else f"{error:.0e}"
         passed += error is not None and error <= oracle.TOLERANCE
     which = ", compiled" if any(each.get("compile") for each in cases.values()) else ""
-    context.notes.found(
+    context.notes.add_finding(
         Check(
             target=f"parity in float64 of {model}{which}, with one process on the CPU: within {oracle.TOLERANCE:.0e}",
             verdict="pass" if passed == len(cases) else "fail", passed=passed, total=len(cases),
-            measured=", ".join(f"{name} {text}" for name, text in told.items()),
+            measured=", ".join(f"{name} {text}" for name, text in texts.items()),
         )
     )  # fmt: skip
 
@@ -81,11 +81,11 @@ def _error(context: Context, model: str, options: dict[str, Any], expected: orac
     parallelize = functools.partial(
         oracle.sharing_capture(model), device=context.device, compile=options.get("compile", False)
     )
-    found, _ = oracle.in_parallel(
+    training_run, _ = oracle.in_parallel(
         _subject(model), options.get("plan", mw.Layout()), oracle.OPTIMIZERS["AdamW"], oracle.MAX_GRAD_NORM, parallelize
     )
-    losses = oracle.error_of(torch.stack(found.losses).cpu(), torch.stack(expected.losses))
-    state = {name: value.cpu() for name, value in found.state.items()}
+    losses = oracle.error_of(torch.stack(training_run.losses).cpu(), torch.stack(expected.losses))
+    state = {name: value.cpu() for name, value in training_run.state.items()}
     return max(losses, oracle.largest_error(state, expected.state))
 
 
@@ -112,15 +112,15 @@ def _bfloat16(context: Context, name: str, options: dict[str, Any]) -> None:
     losses = torch.stack([trainer.step(batch).detach() for _ in range(STEPS)]).cpu().double()
     ours = losses, {key: value.cpu().double() for key, value in trainer.full_state_dict().items()}
     before = {key: value.double() for key, value in model.state_dict().items()}
-    found, usual = _errors(ours, exact, before), _errors(rounded, exact, before)
-    passed = sum(mine <= FACTOR * theirs + FLOOR for mine, theirs in zip(found, usual, strict=True))
-    context.notes.found(
+    errors, usual = _errors(ours, exact, before), _errors(rounded, exact, before)
+    passed = sum(error <= FACTOR * theirs + FLOOR for error, theirs in zip(errors, usual, strict=True))
+    context.notes.add_finding(
         Check(
             target=f"bfloat16, {name}: the error beside float32 is at most {FACTOR} of that of eager autocast",
-            verdict="pass" if passed == len(found) else "fail",
+            verdict="pass" if passed == len(errors) else "fail",
             passed=passed,
-            total=len(found),
-            measured=f"losses {found[0]:.1e} beside {usual[0]:.1e}, updates {found[1]:.1e} beside {usual[1]:.1e}",
+            total=len(errors),
+            measured=f"losses {errors[0]:.1e} beside {usual[0]:.1e}, updates {errors[1]:.1e} beside {usual[1]:.1e}",
         )
     )
 
@@ -146,9 +146,9 @@ def _eager(context: Context, model: nn.Module, batch: Mapping[str, Tensor], *, l
     return torch.stack(losses).cpu().double(), {key: value.cpu().double() for key, value in model.state_dict().items()}
 
 
-def _errors(found: State, exact: State, before: Mapping[str, Tensor]) -> tuple[float, float]:
+def _errors(state: State, exact: State, before: Mapping[str, Tensor]) -> tuple[float, float]:
     """The largest error of a loss, and the error of all updates together, relative to the updates."""
-    losses = float(((found[0] - exact[0]).abs() / exact[0].abs()).max())
-    off = sum(float((found[1][key] - exact[1][key]).square().sum()) for key in before)
+    losses = float(((state[0] - exact[0]).abs() / exact[0].abs()).max())
+    off = sum(float((state[1][key] - exact[1][key]).square().sum()) for key in before)
     moved = sum(float((exact[1][key] - before[key]).square().sum()) for key in before)
     return losses, (off / moved) ** 0.5

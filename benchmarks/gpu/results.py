@@ -70,16 +70,16 @@ class Results:
         """Write the results so far."""
         device = self._machine.accelerators[0] if self._machine.accelerators else "cpu"
         name = "gpu-" + re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
-        found = Result(
+        result = Result(
             name=name, command=COMMAND, script="benchmarks/gpu/__main__.py", commit=self._commit,
             date=date.today().isoformat(), machine=self._machine, versions=self._versions, timed=TIMED,
             settings=self._settings, findings=tuple(self._findings),
         )  # fmt: skip
-        refusals = [str(each) for each in lint(found)]
+        refusals = [str(each) for each in lint(result)]
         for old in self._folder.glob(f"{name}*.json"):
             old.unlink()
-        files.save(found, self._folder / f"{name}{'.refused' if refusals else ''}.json")
-        (self._folder / f"{name}.md").write_text(self._page(found, refusals), encoding="utf-8")
+        files.save(result, self._folder / f"{name}{'.refused' if refusals else ''}.json")
+        (self._folder / f"{name}.md").write_text(self._page(result, refusals), encoding="utf-8")
         shutil.copyfile(self.log, self._folder / f"{name}.log")
         if (cluster := self._scratch / "cluster.toml").exists():
             shutil.copyfile(cluster, self._folder / f"{name}.toml")
@@ -92,26 +92,26 @@ class Results:
         lines += [f"  {each.verdict:<9} {each.target}: {each.measured}" for each in self._findings]
         return "\n".join(lines)
 
-    def _page(self, found: Result, refusals: list[str]) -> str:
-        rows = [f"| {each.target} | {each.verdict} | {each.measured} |" for each in found.findings]
+    def _page(self, result: Result, refusals: list[str]) -> str:
+        rows = [f"| {each.target} | {each.verdict} | {each.measured} |" for each in result.findings]
         series = []
-        for finding in found.findings:
+        for finding in result.findings:
             for key, each in series_of(finding, finding.target.split(":")[0]):
                 values = (each.value_s, min(each.seconds), max(each.seconds)) if each.seconds else ()
                 times = " | ".join(f"{value * 1e3:.2f} ms" for value in values)
                 losses = ", ".join(f"{loss:.5f}" for loss in each.losses[:3])
                 series.append(f"| {key.rpartition('.series')[0]} | {key.rpartition('.')[2]} | {times} | {losses} |")
-        devices = found.machine.accelerators
+        devices = result.machine.accelerators
         count = {name: devices.count(name) for name in devices}
         where = ", ".join(f"{number} {name}" for name, number in count.items()) or "no GPU"
         head = "A rehearsal on a CPU with small sizes: nothing is judged by it.\n\n" * self._rehearsed
         refused = "".join(f"\nRefused by lint: {text}\n" for text in refusals)
-        versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
+        versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
         nl = "\n"
         return f"""# On GPUs: {where}
 
-{head}Made by `{found.command}` on {found.machine.cores} cores ({found.machine.cpu}), {where}; {versions}; on \
-{found.date} at commit {found.commit or "(unknown)"}.
+{head}Made by `{result.command}` on {result.machine.cores} cores ({result.machine.cpu}), {where}; {versions}; on \
+{result.date} at commit {result.commit or "(unknown)"}.
 
 | target | verdict | measured |
 | --- | --- | --- |
@@ -121,7 +121,7 @@ class Results:
 | --- | --- |
 {nl.join(f"| {name} | {text} |" for name, text in self._parts)}
 
-Timed: {found.timed}.
+Timed: {result.timed}.
 {refused}
 | comparison | side | median | least | most | first losses |
 | --- | --- | ---: | ---: | ---: | --- |

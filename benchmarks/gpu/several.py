@@ -56,15 +56,15 @@ def run(context: Context) -> None:
     most = 2 if context.rehearse else min(8, num_cuda_devices())
     most = 1 << (most.bit_length() - 1)
     context.keep(ranks=most)
-    told: dict[str, Any] = {}
+    outcomes: dict[str, Any] = {}
     known = layouts.layouts(most)
     for number, names in layouts.by_ranks(known).items():
-        told |= _checked(context, number, names)
-    context.notes.found(parity(told, most))
-    names = [name for name, text in told.items() if text != layouts.APART]
+        outcomes |= _checked(context, number, names)
+    context.notes.add_finding(parity(outcomes, most))
+    names = [name for name, text in outcomes.items() if text != layouts.APART]
     kept = {name: context.kept(f"ranks-parity-{known[name].layout.num_ranks}").get(f"{name}{MEASURED}")
             for name in names}  # fmt: skip
-    context.notes.found(without_waits(kept, most))
+    context.notes.add_finding(without_waits(kept, most))
     if context.left_s > 30:
         why = start(context, most, "timed:gathers", min(COMPARE_S, context.left_s - 5))
         if why:
@@ -76,42 +76,45 @@ def run(context: Context) -> None:
                 context.notes.failed(f"{most} GPUs, beside {name}", RuntimeError(why))
 
 
-def parity(told: Mapping[str, Any], most: int) -> Check:
+def parity(outcomes: Mapping[str, Any], most: int) -> Check:
     """The finding of errors, or of reasons, by the names of layouts of up to ``most`` ranks."""
-    judged_names = [name for name, text in told.items() if text != layouts.APART]
-    right = [name for name in judged_names if isinstance(told[name], float) and told[name] <= oracle.TOLERANCE]
+    judged_names = [name for name, text in outcomes.items() if text != layouts.APART]
+    right = [name for name in judged_names if isinstance(outcomes[name], float) and outcomes[name] <= oracle.TOLERANCE]
     return Check(
         target=f"parity in float64 of layouts of up to {most} ranks with one process", passed=len(right),
         verdict="pass" if len(right) == len(judged_names) else "fail", total=len(judged_names),
-        measured=f"{len(right)} of {len(judged_names)} layouts", notes={name: str(text) for name, text in told.items()},
+        measured=f"{len(right)} of {len(judged_names)} layouts",
+        notes={name: str(text) for name, text in outcomes.items()},
     )  # fmt: skip
 
 
 def without_waits(kept: Mapping[str, Any], most: int) -> Check:
     """The finding of waits of the host. ``kept`` maps a layout of up to ``most`` ranks to what was measured of it, or
     to None."""
-    told = {name: "not measured" if found is None else found["waits"] or "none" for name, found in kept.items()}
-    right = sum(text == "none" for text in told.values())
+    waits = {
+        name: "not measured" if measured is None else measured["waits"] or "none" for name, measured in kept.items()
+    }
+    right = sum(text == "none" for text in waits.values())
     return Check(
-        target=f"the host waits for nothing in a step of layouts of up to {most} ranks", passed=right, total=len(told),
-        verdict="pass" if right == len(told) else "fail", measured=f"{right} of {len(told)} layouts", notes=told,
+        target=f"the host waits for nothing in a step of layouts of up to {most} ranks", passed=right, total=len(waits),
+        verdict="pass" if right == len(waits) else "fail", measured=f"{right} of {len(waits)} layouts", notes=waits,
     )  # fmt: skip
 
 
 def _checked(context: Context, ranks: int, names: Sequence[str]) -> dict[str, Any]:
     """The error of each layout on this number of ranks, or why there is none. All layouts share processes until one of
     them fails; the others go on in new processes."""
-    told: dict[str, Any] = {}
+    outcomes: dict[str, Any] = {}
     left = list(names)
     while left and context.left_s >= 15:
         limit_s = min(CHECK_S + EACH_S * len(left), context.left_s - 5)
         why = start(context, ranks, f"parity:{';'.join(left)}", limit_s)
-        found = context.kept(f"ranks-parity-{ranks}")
-        told |= {name: found[name] for name in left if name in found}
-        left = [name for name in left if name not in told]
+        answers = context.kept(f"ranks-parity-{ranks}")
+        outcomes |= {name: answers[name] for name in left if name in answers}
+        left = [name for name in left if name not in outcomes]
         if left:
-            told[left.pop(0)] = why or "no answer"
-    return told | dict.fromkeys(left, "not run: no time was left")
+            outcomes[left.pop(0)] = why or "no answer"
+    return outcomes | dict.fromkeys(left, "not run: no time was left")
 
 
 def start(context: Context, ranks: int, what: str, limit_s: float) -> str:
@@ -162,11 +165,11 @@ def ended(processes: Sequence[subprocess.Popen[bytes]], limit_s: float) -> str:
         time.sleep(0.05)
     if not failed and not at_work:
         return ""
-    told = [f"rank {rank} ended with exit code {code}" for rank, code in enumerate(codes) if code]
+    reasons = [f"rank {rank} ended with exit code {code}" for rank, code in enumerate(codes) if code]
     if at_work:
         why = f"{AFTER_S:.0f} s after it" if failed else f"at the limit of {limit_s:.0f} s"
-        told.append(f"ranks {at_work} were still at work {why}")
-    return ", ".join(told)
+        reasons.append(f"ranks {at_work} were still at work {why}")
+    return ", ".join(reasons)
 
 
 # --- on every rank ----------------------------------------------------------------------------------------------------
@@ -220,13 +223,13 @@ def _timed(context: Context, name: str) -> None:
     losses = [float(sides["ours"]())]
     print(f"{name}: our first loss {losses[0]:.5f}", flush=True)
     sides[name] = peer(context, work, model, there)
-    found = judged(
+    finding = judged(
         f"GPT 1.3 B on {ranks} GPUs: a step at most 1.0 x that of {name}", context.seconds(sides), "ours", 1.0,
         settings=f"{work.name}, {ranks} ranks", num_ranks=ranks, steps=3, losses=dict.fromkeys(sides, ()),
     )  # fmt: skip
     settings = Settings(dtype="bfloat16", ranks=ranks, threads=torch.get_num_threads(), sizes=work.sizes)
     if dist.get_rank() == 0:
-        context.notes.found(found, {f"{work.name}, {ranks} ranks": settings})
+        context.notes.add_finding(finding, {f"{work.name}, {ranks} ranks": settings})
 
 
 def _gathers(context: Context) -> None:
@@ -239,7 +242,7 @@ def _gathers(context: Context) -> None:
         model = work.make()
     there = {key: value.to(context.device) for key, value in batch.items()}
     sides: dict[str, Callable[[], Any]] = {}
-    told: dict[str, str] = {}
+    shares: dict[str, str] = {}
     plan: mw.Plan | None = None
     for ahead in AHEAD:
         own = copy.deepcopy(model).cpu()
@@ -256,18 +259,20 @@ def _gathers(context: Context) -> None:
         for _ in range(3):
             trainer.step(there)
         share = exposed_share(summarize(trainer.trace()))
-        told[f"the plan's: {trainer.plan.prefetch} ahead" if ahead < 0 else f"{ahead} ahead"] = f"{share:.1%}"
-    found = judged(
+        shares[f"the plan's: {trainer.plan.prefetch} ahead" if ahead < 0 else f"{ahead} ahead"] = f"{share:.1%}"
+    finding = judged(
         f"GPT 1.3 B on {ranks} GPUs, ZeRO 3: the plan's step at most 1.02 x that of other numbers of buckets ahead",
         context.seconds(sides), "the plan's", 1.02, settings=f"{work.name}, {ranks} ranks", num_ranks=ranks, steps=3,
         losses=dict.fromkeys(sides, ()),
     )  # fmt: skip
     settings = Settings(dtype="bfloat16", ranks=ranks, threads=torch.get_num_threads(), sizes=work.sizes)
     if dist.get_rank() == 0:
-        context.notes.found(found, {f"{work.name}, {ranks} ranks": settings})
+        context.notes.add_finding(finding, {f"{work.name}, {ranks} ranks": settings})
         measured = "part of the step that computing waits for communication, by trace"
         target = f"GPT 1.3 B on {ranks} GPUs, ZeRO 3: exposed communication"
-        context.notes.found(Check(target=target, verdict="reported", passed=1, total=1, measured=measured, notes=told))
+        context.notes.add_finding(
+            Check(target=target, verdict="reported", passed=1, total=1, measured=measured, notes=shares)
+        )
 
 
 AHEAD = (-1, 0, 2, 4)

@@ -122,11 +122,11 @@ def _ours(
     loss, first_s = context.once(lambda: trainer.step(batch))
     print(f"{work.name}, {name}: parallelize {made_s:.2f} s, first step {first_s:.2f} s, loss {float(loss):.5f}, "
           f"{trainer.num_kernels} regions compiled", flush=True)  # fmt: skip
-    found: Verdict = "reported" if made_s + first_s <= FIRST_S else "fail"
-    context.notes.found(
+    verdict: Verdict = "reported" if made_s + first_s <= FIRST_S else "fail"
+    context.notes.add_finding(
         Duration(
             target=f"{work.name}, {name}: at most {FIRST_S:.0f} s from the model to the end of the first step",
-            verdict=found, measured=f"{made_s + first_s:.1f} s: {made_s:.1f} s until there is a trainer",
+            verdict=verdict, measured=f"{made_s + first_s:.1f} s: {made_s:.1f} s until there is a trainer",
             series=Series.of([made_s + first_s], settings=work.name, run=context.name), limit_s=FIRST_S,
         ), settings,
     )  # fmt: skip
@@ -155,7 +155,7 @@ def _utilization(
     if cluster is not None:
         top = cluster.device.peak("bfloat16")
         reached = median(seconds).inverse().times(flops / top)
-        context.notes.found(
+        context.notes.add_finding(
             Utilization(
                 target=f"{work.name}, {name}: at least {MFU:.0%} of the peak", series=series, flops=flops,
                 verdict="reported" if context.rehearse else "pass" if reached.low >= MFU else "fail"
@@ -165,8 +165,8 @@ def _utilization(
                 peak=Peak(flops_per_s=top, dtype="bfloat16", found=f"data sheet of {cluster.device.name}, dense"),
             ), settings,
         )  # fmt: skip
-        found = predicted(step.trainer, cluster)
-        compare_prediction(context, work.name, name, seconds, peak, found, "the catalog", settings)
+        prediction = predicted(step.trainer, cluster)
+        compare_prediction(context, work.name, name, seconds, peak, prediction, "the catalog", settings)
 
 
 def predicted(trainer: mw.Trainer, cluster: Cluster) -> Foretold:
@@ -175,17 +175,17 @@ def predicted(trainer: mw.Trainer, cluster: Cluster) -> Foretold:
 
 
 def compare_prediction(
-    context: Context, model: str, name: str, seconds: list[float], peak_bytes: int, found: Foretold, by: str,
+    context: Context, model: str, name: str, seconds: list[float], peak_bytes: int, prediction: Foretold, by: str,
     settings: Mapping[str, Settings],
 ) -> None:  # fmt: skip
     """Note predicted seconds and bytes beside those that were measured."""
     series = Series.of(seconds, settings=model, run=context.name)
-    step_s, between = found.played.step_s, interval(found.played.step_s, found.deviation)
+    step_s, between = prediction.played.step_s, interval(prediction.played.step_s, prediction.deviation)
     error = step_s / series.value_s - 1
     bounds = median(seconds).interval
     kept = [abs(step_s / bound - 1) <= WITHIN for bound in bounds]
     verdict: Verdict = "pass" if all(kept) and abs(error) <= WITHIN else "fail" if not any(kept) else "undecided"
-    context.notes.found(
+    context.notes.add_finding(
         PredictedTime(
             target=f"{model}, {name}: step time by {by} within {WITHIN:.0%}", series=series, predicted_s=step_s,
             error=error, limit=WITHIN, verdict="reported" if context.rehearse else verdict,
@@ -193,9 +193,9 @@ def compare_prediction(
             f"({between.low * 1e3:.1f} to {between.high * 1e3:.1f}), measured {series.value_s * 1e3:.1f} ms",
         ), settings,
     )  # fmt: skip
-    foretold = found.peak.peak_bytes
+    foretold = prediction.peak.peak_bytes
     off = foretold / peak_bytes - 1 if peak_bytes else 0.0
-    context.notes.found(
+    context.notes.add_finding(
         Check(
             target=f"{model}, {name}: peak memory within {WITHIN:.0%}",
             passed=int(abs(off) <= WITHIN),
@@ -255,16 +255,16 @@ def _with_compiled_blocks(model: nn.Module) -> nn.Module:
 def _same_loss(context: Context, work: Workload, expected: float | None) -> None:
     """Note whether the first losses are those of eager PyTorch."""
     for name in (OPERATORS, OURS):
-        found = context.kept(context.name).get(f"{name}_first_loss")
-        if found is not None and expected is not None:
-            off = abs(found / expected - 1)
-            context.notes.found(
+        first_loss = context.kept(context.name).get(f"{name}_first_loss")
+        if first_loss is not None and expected is not None:
+            off = abs(first_loss / expected - 1)
+            context.notes.add_finding(
                 Check(
                     target=f"{work.name}, {name}: the first loss is within {LOSS_SPREAD:.0%} of eager PyTorch's",
                     verdict="pass" if off <= LOSS_SPREAD else "fail",
                     passed=int(off <= LOSS_SPREAD),
                     total=1,
-                    measured=f"{found:.5f} beside {expected:.5f}",
+                    measured=f"{first_loss:.5f} beside {expected:.5f}",
                 )
             )
 
@@ -275,7 +275,7 @@ def _beside(context: Context, work: Workload, rise: int) -> None:
     own = kept.get(f"{OURS}_rise", kept.get(f"{OPERATORS}_rise"))
     if own is None or not rise:
         return
-    context.notes.found(
+    context.notes.add_finding(
         Check(
             target=f"{work.name}: a step needs at most {SCORES} of the memory of eager PyTorch's (no scores)",
             verdict="pass" if own <= SCORES * rise else "fail",
@@ -290,8 +290,8 @@ def _compared(context: Context, work: Workload, sides: dict[str, Step], settings
     """Note our compiled step beside the faster of the peers."""
     seconds = context.seconds(sides)
     ours = next(iter(sides))
-    found = judged(
+    finding = judged(
         f"{work.name}: a step at most {LIMIT} x PyTorch's", seconds, ours, LIMIT, settings=work.name, num_ranks=1,
         steps=1 if context.rehearse else 3, losses=dict.fromkeys(sides, ()),
     )  # fmt: skip
-    context.notes.found(found, settings)
+    context.notes.add_finding(finding, settings)

@@ -26,7 +26,7 @@ def run(context: Context) -> None:
     except subprocess.TimeoutExpired:
         code = -1
     if not report.exists():
-        context.notes.found(
+        context.notes.add_finding(
             Check(target="tests/gpu", verdict="fail", measured=f"pytest gave no report (exit code {code})", total=1)
         )
         return
@@ -38,7 +38,7 @@ def run(context: Context) -> None:
             failed[str(case.get("name"))] = (problem.get("message") or "").strip().split("\n")[0][:300]
         skipped += case.find("skipped") is not None
     ran = len(cases) - skipped
-    context.notes.found(
+    context.notes.add_finding(
         Check(
             target="tests/gpu",
             verdict="reported" if not ran else "fail" if failed else "pass",

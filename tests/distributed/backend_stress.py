@@ -34,15 +34,15 @@ def stress(total: int, num_groups: int, seed: int) -> int:
         except BaseException as error:  # noqa: BLE001 - the rank's own thread raises it
             errors.append(error)
 
-    mine = [number for number in range(num_groups) if dist.get_rank() in members(number, size)]
-    threads = [threading.Thread(target=run, args=(number,)) for number in mine]
+    group_numbers = [number for number in range(num_groups) if dist.get_rank() in members(number, size)]
+    threads = [threading.Thread(target=run, args=(number,)) for number in group_numbers]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     for error in errors:
         raise error
-    for number in mine:
+    for number in group_numbers:
         dist.destroy_process_group(groups[number])
     return sum(right)
 
@@ -56,9 +56,9 @@ def _run_group(group: Any, ranks: list[int], total: int, seed: int) -> int:
         waiting.append(_start(operation, group, ranks, me, root, count, dtype, index % 5))
         if not later or len(waiting) > 4:
             draw.shuffle(waiting)
-            right += sum(_is_right(*one) for one in waiting)
+            right += sum(_is_right(*call) for call in waiting)
             waiting = []
-    return right + sum(_is_right(*one) for one in waiting)
+    return right + sum(_is_right(*call) for call in waiting)
 
 
 def _start(

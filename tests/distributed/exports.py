@@ -32,7 +32,7 @@ class Losses:
     def error(self) -> float:
         """The largest difference, relative to losses above 1."""
         pairs = zip(self.ours, self.theirs, strict=True)
-        return max(abs(mine - other) / max(1.0, abs(mine)) for mine, other in pairs)
+        return max(abs(loss - other) / max(1.0, abs(loss)) for loss, other in pairs)
 
 
 def planned(name: str, layout: mw.Layout) -> Plan:

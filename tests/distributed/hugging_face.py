@@ -321,8 +321,8 @@ def compare(model: str, layout: str, steps: int = 3) -> Found:
         serial = subject(model, steps)
         before = {name: value.clone() for name, value in serial.model.state_dict().items()}
         expected = oracle.reference(serial, *arguments)
-        found, trainer = oracle.in_parallel(subject(model, steps), LAYOUTS[layout], *arguments)
-    result = oracle.compared(before, expected, found, trainer)
+        run, trainer = oracle.in_parallel(subject(model, steps), LAYOUTS[layout], *arguments)
+    result = oracle.compared(before, expected, run, trainer)
     unsplit = {operator.target: None for operator in trainer.graph.operators if operator.rule is None}
     text = layout_text(trainer.plan.layout)
     return Found(result.error, result.moved, text, result.num_split, tuple(unsplit))

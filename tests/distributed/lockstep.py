@@ -71,7 +71,7 @@ def owned(length: int, dim: int, placements: Placements, mesh: Mesh, at: Coordin
             units[outer, unit] = every.tensor_split(size)[at[axis]]
     result = []
     for position in range(length):
-        if all(position % (length // outer) // unit in mine for (outer, unit), mine in units.items()):
+        if all(position % (length // outer) // unit in indices for (outer, unit), indices in units.items()):
             result.append(position)
     return result
 
@@ -118,25 +118,25 @@ def join(parts: Mapping[tuple[int, ...], Tensor], shape: Sequence[int], placemen
     return whole
 
 
-def compare(found: Tensor, expected: Tensor, what: str) -> None:
+def compare(actual: Tensor, expected: Tensor, what: str) -> None:
     """Raise unless equal (exactly, where not floating)."""
-    if found.shape != expected.shape or found.dtype != expected.dtype:
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
         raise WrongRuleError(
-            f"{what}: {found.dtype} {tuple(found.shape)}, not {expected.dtype} {tuple(expected.shape)}"
+            f"{what}: {actual.dtype} {tuple(actual.shape)}, not {expected.dtype} {tuple(expected.shape)}"
         )
     if expected.is_complex():
-        found, expected = (torch.view_as_real(one.resolve_conj()) for one in (found, expected))
+        actual, expected = (torch.view_as_real(value.resolve_conj()) for value in (actual, expected))
     if not expected.is_floating_point():
-        if not torch.equal(found, expected):
-            raise WrongRuleError(f"{what}: {found.tolist()}, not {expected.tolist()}")
+        if not torch.equal(actual, expected):
+            raise WrongRuleError(f"{what}: {actual.tolist()}, not {expected.tolist()}")
         return
     special = ~torch.isfinite(expected)
-    same = torch.equal(special, ~torch.isfinite(found)) and torch.equal(
-        found[special].nan_to_num(nan=math.pi), expected[special].nan_to_num(nan=math.pi)
+    same = torch.equal(special, ~torch.isfinite(actual)) and torch.equal(
+        actual[special].nan_to_num(nan=math.pi), expected[special].nan_to_num(nan=math.pi)
     )
     finite = expected[~special]
     scale = max(1.0, float(finite.abs().max())) if finite.numel() else 1.0
-    error = float((found[~special] - finite).abs().max()) / scale if same and finite.numel() else 0.0
+    error = float((actual[~special] - finite).abs().max()) / scale if same and finite.numel() else 0.0
     if not same or error > (TOLERANCE if expected.dtype == torch.float64 else SINGLE):
         raise WrongRuleError(f"{what}: off by {error:.2g}" if same else f"{what}: NaN or infinity in other places")
 
@@ -196,8 +196,8 @@ def execute(
         def exchange(rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
             me, numbers = by_name[name].index, swapped(name, counts)
             sent = zip(swapped(name, rows), numbers, strict=True)
-            mine = [one.split(count.sum(1).tolist())[me] for one, count in sent]
-            return torch.cat(mine), torch.stack([count[me] for count in numbers])
+            received = [sender_rows.split(count.sum(1).tolist())[me] for sender_rows, count in sent]
+            return torch.cat(received), torch.stack([count[me] for count in numbers])
 
         return exchange
 
@@ -205,8 +205,8 @@ def execute(
         def permute(rows: Tensor, goes: Sequence[int], comes: Sequence[int]) -> Tensor:
             me, every = by_name[name].index, swapped(name, torch.tensor(goes))
             sent = zip(swapped(name, rows), every, strict=True)
-            mine = [iter(rows[to == me]) for rows, to in sent]
-            return torch.stack([next(mine[rank]) for rank in comes])
+            received = [iter(rows[to == me]) for rows, to in sent]
+            return torch.stack([next(received[rank]) for rank in comes])
 
         return permute
 
@@ -235,11 +235,11 @@ def execute(
             known[node] = torch.stack(swapped(args[1], args[0]))
         elif node.target is collectives.ALL_TO_ALL:
             index = by_name[args[1]].index
-            known[node] = torch.stack([one[index] for one in swapped(args[1], args[0])])
+            known[node] = torch.stack([part[index] for part in swapped(args[1], args[0])])
         elif node.target is collectives.REDUCE_SCATTER:
             value, operation, name = args[:3]
             index = by_name[name].index
-            stacked = torch.stack([one[index] for one in swapped(name, value)])
+            stacked = torch.stack([part[index] for part in swapped(name, value)])
             known[node] = stacked.sum(0) if operation == "sum" else getattr(stacked, f"a{operation}")(0)
         elif node.target is torch.ops.meshwright.experts_across.default:
             known[node] = across(rows_over(args[-2]), *args[:-2], size=args[-1])
@@ -262,7 +262,8 @@ def execute(
             known[node] = [whole, *(whole @ weight for weight in args[1])]
         elif node.target is collectives.MULTIPLY_SCATTER:
             products, group = args[0] @ args[1], by_name[args[2]]
-            known[node] = torch.stack([one.chunk(group.size)[group.index] for one in swapped(args[2], products)]).sum(0)
+            parts = [part.chunk(group.size)[group.index] for part in swapped(args[2], products)]
+            known[node] = torch.stack(parts).sum(0)
         elif node.target is collectives.WAIT:
             known[node] = args[0]
         else:
@@ -276,9 +277,9 @@ def halo_rows(
 ) -> Tensor:  # fmt: skip
     """Row by row: what a part reads and does not have."""
     whole = torch.cat(parts, dim)
-    mine = range(edges[part], edges[part + 1])
-    assert len(mine) == own.shape[dim]
-    wanted = [row for row in range(lows[part], highs[part]) if row not in mine]
+    own_rows = range(edges[part], edges[part + 1])
+    assert len(own_rows) == own.shape[dim]
+    wanted = [row for row in range(lows[part], highs[part]) if row not in own_rows]
     result = torch.full([*own.shape[:dim], len(wanted), *own.shape[dim:][1:]], fill, dtype=own.dtype)
     for place, row in enumerate(wanted):
         if 0 <= row < whole.shape[dim]:
@@ -344,13 +345,15 @@ def run_step(
 
     def run(index: int) -> dict[str, Any]:
         program, phase = programs[index].program, programs[index].functions["prologue"]
-        names = {one.value: one.name for one in (*program.parameters, *program.buffers, *program.inputs) if one.value}
-        mine: dict[str, Any] = {program.random_key: random_key}
+        names = {
+            entry.value: entry.name for entry in (*program.parameters, *program.buffers, *program.inputs) if entry.value
+        }
+        local_values: dict[str, Any] = {program.random_key: random_key}
         for node, name in names.items():
-            mine[node] = cut(values[name], placed[name], mesh, ranks[index]).clone()
-        given, constants = [mine[name] for name in phase.inputs], capture.constants
+            local_values[node] = cut(values[name], placed[name], mesh, ranks[index]).clone()
+        given, constants = [local_values[name] for name in phase.inputs], capture.constants
         results = execute(phase.graph, given, _groups(mesh, ranks[index]), wires, constants)
-        return {**mine, **dict(zip(phase.outputs, results, strict=True))}
+        return {**local_values, **dict(zip(phase.outputs, results, strict=True))}
 
     results = _at_once(run, range(len(ranks)), wires)
 
@@ -476,17 +479,17 @@ def check(subject: Subject, strategy: Mapping[str, str], mesh: Mesh, generator: 
     wires = Wires()
 
     def run(at: Coordinates) -> list[Tensor]:
-        mine = [
+        local_inputs = [
             cut(summands[tuple(at[axis] for axis in axes)], placements, mesh, at).clone()
             for (axes, summands), placements in zip(terms, wanted, strict=True)
         ]
-        return _on_rank(subject, chosen, mesh, at, mine, wires)
+        return _on_rank(subject, chosen, mesh, at, local_inputs, wires)
 
     results = _at_once(run, ranks, wires)
     for index, expected in enumerate(subject.outputs):
         parts = {tuple(at.values()): result[index] for at, result in zip(ranks, results, strict=True)}
-        found = join(parts, expected.shape, output_placements(rule, chosen, index, mesh), mesh)
-        compare(found, expected, f"{subject.call.target} {rule.pattern!r} split {chosen} on {mesh}, output {index}")
+        actual = join(parts, expected.shape, output_placements(rule, chosen, index, mesh), mesh)
+        compare(actual, expected, f"{subject.call.target} {rule.pattern!r} split {chosen} on {mesh}, output {index}")
     if "convolution" in str(subject.call.target) and not subject.interior:
         check(replace(subject, interior=True), strategy, mesh, generator)
 

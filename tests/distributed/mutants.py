@@ -92,7 +92,7 @@ def _fixed(rule: Rule) -> Callable[[Call], Rule]:
 def _rewritten(rule: Rule, operands: Callable[[PatternOperand, bool, int], PatternOperand], **changes: Any) -> Rule:
     pattern = rule.parsed
     text = Pattern(
-        tuple(operands(one, False, index) for index, one in enumerate(pattern.inputs)),
+        tuple(operands(operand, False, index) for index, operand in enumerate(pattern.inputs)),
         tuple(operands(output, True, index) for index, output in enumerate(pattern.outputs)),
     )
     return msgspec.structs.replace(rule, pattern=str(text), **changes)
@@ -130,7 +130,7 @@ def _dropped(rule: Rule, call: Call) -> Iterator[Rule]:
                 ) -> PatternOperand:
                     fresh = Factor(FRESH, fixed=True)
                     same = (out, at) == (True, index)
-                    return _renamed(operand, lambda one: fresh if same and one.name == lost.name else one)
+                    return _renamed(operand, lambda letter: fresh if same and letter.name == lost.name else letter)
 
                 yield _rewritten(rule, drop, sizes={**rule.sizes, FRESH: rule.sizes[lost.name]})
 
@@ -167,8 +167,8 @@ def _linear(rule: Rule, call: Call) -> Iterator[Rule]:
         if operand.linear or not tensor.is_floating_point():
             continue
 
-        def mark(one: PatternOperand, out: bool, at: int, index: int = index) -> PatternOperand:
-            return msgspec.structs.replace(one, linear=fresh) if (out, at) == (False, index) else one
+        def mark(candidate: PatternOperand, out: bool, at: int, index: int = index) -> PatternOperand:
+            return msgspec.structs.replace(candidate, linear=fresh) if (out, at) == (False, index) else candidate
 
         yield _rewritten(rule, mark)
 
@@ -177,12 +177,12 @@ def _joined(rule: Rule, call: Call) -> Iterator[Rule]:
     """Two operands are linear together that are so one by one, or one by one that are so together."""
     groups = [operand.linear for operand in rule.parsed.inputs]
     if {1, 2} <= set(groups):
-        yield _rewritten(rule, lambda one, *_: msgspec.structs.replace(one, linear=min(one.linear, 1)))
+        yield _rewritten(rule, lambda operand, *_: msgspec.structs.replace(operand, linear=min(operand.linear, 1)))
     if groups.count(1) > 1:
         first = groups.index(1)
 
-        def apart(one: PatternOperand, out: bool, at: int) -> PatternOperand:
-            return msgspec.structs.replace(one, linear=9) if (out, at) == (False, first) else one
+        def apart(operand: PatternOperand, out: bool, at: int) -> PatternOperand:
+            return msgspec.structs.replace(operand, linear=9) if (out, at) == (False, first) else operand
 
         yield _rewritten(rule, apart)
 

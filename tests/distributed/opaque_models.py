@@ -75,8 +75,8 @@ class Clipped(nn.Module):
         self.layer = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, *, most: float) -> dict[str, Tensor]:
-        found = x.abs().max().item()
-        y = self.layer(x * min(1.0, most / found))
+        largest = x.abs().max().item()
+        y = self.layer(x * min(1.0, most / largest))
         return {"y": y, "signs": (y > 0).to(torch.int64)}
 
 
@@ -171,7 +171,7 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
 ROW_WISE = ("function", "sparse", "twice", "flattened")
 
 
-def made(name: str) -> nn.Module:
+def make_part(name: str) -> nn.Module:
     torch.manual_seed(1)
     return PARTS[name]()
 

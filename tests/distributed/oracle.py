@@ -417,14 +417,14 @@ def captured(
     change of the model."""
     kept, batch = (key, precision), subject.batches[0]
 
-    def made() -> Graph:
+    def capture_once() -> Graph:
         if kept not in _CAPTURES:
             with widening(widens):
                 _CAPTURES[kept] = capture(subject.model, subject.loss_fn, batch, precision=precision, rules=rules)
         return _CAPTURES[kept].graph
 
     if not all(from_every_rank(kept in _CAPTURES)):
-        graph = from_rank_0(made)
+        graph = from_rank_0(capture_once)
         with DisableTorchFunction():  # ``WiderCasts`` would widen them
             constants = from_rank_0(lambda: _CAPTURES[kept].constants)
         if kept not in _CAPTURES:
@@ -472,41 +472,41 @@ def compare(case: Case, *, widen_casts: bool = True) -> LargestErrors:
     arguments = OPTIMIZERS[case.optimizer], CLIPPING[case.clipping]
     with widening(widen_casts):
         expected = reference(serial, *arguments, key=key)
-    found, trainer = in_parallel(subject_of(case), LAYOUTS[case.layout], *arguments, parallelize=parallelize)
-    return compared(before, expected, found, trainer)
+    run, trainer = in_parallel(subject_of(case), LAYOUTS[case.layout], *arguments, parallelize=parallelize)
+    return compared(before, expected, run, trainer)
 
 
-def compared(before: Mapping[str, Tensor], expected: Run, found: Run, trainer: mw.Trainer) -> LargestErrors:
+def compared(before: Mapping[str, Tensor], expected: Run, run: Run, trainer: mw.Trainer) -> LargestErrors:
     """Two runs of one training that began ``before``, the second by ``trainer``."""
     state = 0.0
     if trainer.rank == 0:
-        state = largest_error(found.state, expected.state)
+        state = largest_error(run.state, expected.state)
     return LargestErrors(
-        losses=error_of(torch.stack(found.losses), torch.stack(expected.losses)),
-        metrics=largest_error(_stacked(found.metrics), _stacked(expected.metrics)),
+        losses=error_of(torch.stack(run.losses), torch.stack(expected.losses)),
+        metrics=largest_error(_stacked(run.metrics), _stacked(expected.metrics)),
         state=state,
         moved=max(float((expected.state[name] - before[name]).abs().max()) for name in trainer.graph.parameters),
         norms=tuple(float(norm) for norm in expected.metrics.get("grad_norm", ())),
-        values=tuple(float(loss) for loss in found.losses),
+        values=tuple(float(loss) for loss in run.losses),
         num_split=sum(trainer.parameters.is_sharded(name) for name in trainer.parameters),
     )
 
 
-def largest_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+def largest_error(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
     """The largest ``error_of`` over tensors by name; infinite if the names are not the same."""
-    if found.keys() != expected.keys():
+    if actual.keys() != expected.keys():
         return math.inf
-    return max((error_of(found[name], expected[name]) for name in expected), default=0.0)
+    return max((error_of(actual[name], expected[name]) for name in expected), default=0.0)
 
 
-def error_of(found: Tensor, expected: Tensor) -> float:
-    """max|found - expected| / max(1, max|expected|); infinite if shapes differ or a value is not finite."""
-    if found.shape != expected.shape or found.dtype != expected.dtype or not bool(torch.isfinite(found).all()):
+def error_of(actual: Tensor, expected: Tensor) -> float:
+    """max|actual - expected| / max(1, max|expected|); infinite if shapes differ or a value is not finite."""
+    if actual.shape != expected.shape or actual.dtype != expected.dtype or not bool(torch.isfinite(actual).all()):
         return math.inf
     if not expected.numel():
         return 0.0
     scale = max(1.0, float(expected.abs().max()))
-    return float((found.double() - expected.double()).abs().max()) / scale
+    return float((actual.double() - expected.double()).abs().max()) / scale
 
 
 def _stacked(values: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:

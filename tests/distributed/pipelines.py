@@ -58,7 +58,7 @@ class Case:
         return self.layout.num_ranks
 
     def __str__(self) -> str:
-        return ", ".join(str(getattr(self, one.name)) for one in fields(self))
+        return ", ".join(str(getattr(self, field.name)) for field in fields(self))
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
@@ -150,14 +150,14 @@ def pairwise_cases(max_ranks: int, *, models_meet_schedules: bool = True) -> lis
     cases = (case for case in every_case() if case.num_ranks <= max_ranks)
     met = {case: pairs(case) for case in cases}
     if not models_meet_schedules:
-        met = {case: {pair for pair in found if {name for name, _ in pair} != {"model", "schedule"}}
-               for case, found in met.items()}  # fmt: skip
+        met = {case: {pair for pair in case_pairs if {name for name, _ in pair} != {"model", "schedule"}}
+               for case, case_pairs in met.items()}  # fmt: skip
     return oracle.pairwise(met)
 
 
 def pairs(case: Case) -> set[tuple[tuple[str, str], ...]]:
     """The pairs of (factor, value) that meet in a case."""
-    return set(itertools.combinations(((one.name, getattr(case, one.name)) for one in fields(case)), 2))
+    return set(itertools.combinations(((field.name, getattr(case, field.name)) for field in fields(case)), 2))
 
 
 # --- both sides ------------------------------------------------------------------------------------------------------
@@ -190,11 +190,11 @@ def in_microbatches(
                 (mean * count / total).backward()
                 loss += mean.detach() * count / total
             correct += metrics["correct"]
-        found: dict[str, Tensor] = {"correct": correct}
+        step_metrics: dict[str, Tensor] = {"correct": correct}
         if max_grad_norm is not None:
-            found["grad_norm"] = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+            step_metrics["grad_norm"] = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
         stepper.step()
-        run.note(loss, found)
+        run.note(loss, step_metrics)
     run.state = once_a_step({name: value.detach().clone() for name, value in model.state_dict().items()}, layout)
     return run
 
@@ -221,8 +221,8 @@ def compare(case: Case) -> tuple[dict[str, list[float]], LargestErrors | None]:
     layout, settings = case.layout, (oracle.OPTIMIZERS[case.optimizer], oracle.CLIPPING[case.clipping])
     subject, widens = subject_of(case.model, case.labels), case.model.startswith("HF")
     parallelize = oracle.sharing_capture(("pipelines", case.model), widens=widens)
-    found, trainer = oracle.in_parallel(subject, layout, *settings, parallelize)
-    seen = {name: [float(one) for one in values] for name, values in {"loss": found.losses, **found.metrics}.items()}
+    run, trainer = oracle.in_parallel(subject, layout, *settings, parallelize)
+    seen = {name: [float(value) for value in values] for name, values in {"loss": run.losses, **run.metrics}.items()}
     if trainer.rank != 0:
         return seen, None
     serial = subject_of(case.model, case.labels)
@@ -232,7 +232,7 @@ def compare(case: Case) -> tuple[dict[str, list[float]], LargestErrors | None]:
             expected = in_microbatches(serial, *settings, layout)
         else:
             expected = oracle.in_one_process(serial, *settings)
-    return seen, oracle.compared(before, expected, found, trainer)
+    return seen, oracle.compared(before, expected, run, trainer)
 
 
 def dp_tp_pp() -> tuple[dict[str, list[float]], float]:
@@ -244,9 +244,9 @@ def dp_tp_pp() -> tuple[dict[str, list[float]], float]:
     torch.manual_seed(7)
     parallel = oracle.gpt(True)
     before = {name: value.clone() for name, value in serial.model.state_dict().items()}
-    found, trainer = oracle.in_parallel(parallel, layout, *settings)
+    run, trainer = oracle.in_parallel(parallel, layout, *settings)
     assert any(trainer.parameters.is_sharded(name) for name in trainer.parameters)
-    seen = {"loss": [float(loss) for loss in found.losses]}
+    seen = {"loss": [float(loss) for loss in run.losses]}
     if trainer.rank != 0:
         return seen, 0.0
-    return seen, oracle.compared(before, oracle.in_one_process(serial, *settings), found, trainer).error
+    return seen, oracle.compared(before, oracle.in_one_process(serial, *settings), run, trainer).error

@@ -123,9 +123,9 @@ def placed(rule: Rule, choice: str) -> tuple[list[Placement], list[Placement]]:
     return [each.get(AXIS, REPLICATE) for each in inputs], [each.get(AXIS, REPLICATE) for each in outputs]
 
 
-def allowed(call: Call, made: Form) -> set[Combination]:
+def allowed(call: Call, operator_form: Form) -> set[Combination]:
     """The combinations that go through an operator's form without communication between its operators."""
-    if made.graph is None:
+    if operator_form.graph is None:
         return set()
     options: list[list[Placement]] = []
     for value in call.tensors:
@@ -136,15 +136,17 @@ def allowed(call: Call, made: Form) -> set[Combination]:
         total *= len(each)
     if total > MOST_COMBINATIONS:
         return set()
-    found: set[Combination] = set()
-    rules = {node: _rule(node) for node in made.nodes}
+    combinations: set[Combination] = set()
+    rules = {node: _rule(node) for node in operator_form.nodes}
     for inputs in itertools.product(*options):
         if all(placement == REPLICATE for placement in inputs):
             continue
-        for ends in _through(made.graph, inputs, rules):
-            starts = tuple(normal(str(one), value) for one, value in zip(inputs, call.tensors, strict=True))
-            found.add((starts, tuple(normal(str(end), value) for end, value in zip(ends, call.outputs, strict=True))))
-    return found
+        for ends in _through(operator_form.graph, inputs, rules):
+            starts = tuple(normal(str(start), value) for start, value in zip(inputs, call.tensors, strict=True))
+            combinations.add(
+                (starts, tuple(normal(str(end), value) for end, value in zip(ends, call.outputs, strict=True)))
+            )
+    return combinations
 
 
 State = dict[fx.Node, tuple[Placement, ...]]
@@ -206,12 +208,12 @@ class Checked:
     error: str = ""
 
 
-def splits(call: Call, made: Form) -> list[Checked]:
+def splits(call: Call, operator_form: Form) -> list[Checked]:
     """Run every split of an operator's own rule on two ranks, with the rule's rewrite. An empty ``error`` is right.
 
     A call that capture writes with other operators is not run by its own rule; these operators have calls of their own.
     """
-    if made.reason or call.target in UNSET or [node.target for node in made.nodes] != [call.target]:
+    if operator_form.reason or call.target in UNSET or [node.target for node in operator_form.nodes] != [call.target]:
         return []
     try:
         whole = subject(call.target, call.args, call.kwargs)
@@ -219,7 +221,7 @@ def splits(call: Call, made: Form) -> list[Checked]:
         return []
     if isinstance(whole, Unsplit):
         return []
-    generator, found = torch.Generator().manual_seed(0), []
+    generator, results = torch.Generator().manual_seed(0), []
     for choice in choices(whole.rule):
         inputs, outputs = placed(whole.rule, choice)
         if is_linear(choice) and not _has_terms(whole, inputs):
@@ -230,14 +232,16 @@ def splits(call: Call, made: Form) -> list[Checked]:
         except (WrongRuleError, RuntimeError, IndexError, ValueError, AssertionError, TypeError) as problem:
             error = f"{type(problem).__name__}: {problem}".splitlines()[0]
         texts = (
-            tuple(normal(str(one), value) for one, value in zip(inputs, call.tensors, strict=True)),
+            tuple(normal(str(placement), value) for placement, value in zip(inputs, call.tensors, strict=True)),
             tuple(normal(str(output), value) for output, value in zip(outputs, call.outputs, strict=True)),
         )
-        found.append(Checked(choice, texts, error))
-    return found
+        results.append(Checked(choice, texts, error))
+    return results
 
 
 def _has_terms(whole: Subject, inputs: Sequence[Placement]) -> bool:
     """Whether terms of partial inputs add up without rounding that would show."""
     pairs = zip(inputs, whole.call.tensors, strict=True)
-    return all(value.dtype in (torch.float64, torch.complex128) for one, value in pairs if isinstance(one, Partial))
+    return all(
+        value.dtype in (torch.float64, torch.complex128) for placement, value in pairs if isinstance(placement, Partial)
+    )

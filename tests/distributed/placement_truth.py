@@ -107,7 +107,7 @@ def names() -> list[str]:
 
 def calls(name: str, most: int) -> list[Call]:
     """Calls of ATen operators that the samples of one operator make, forward and backward, at most ``most`` of each."""
-    found: dict[Any, Call] = {}
+    call_by_key: dict[Any, Call] = {}
     counts: dict[Any, int] = {}
     if name in validation.SKIP_OPS or name in CRASHES:
         return []
@@ -115,10 +115,10 @@ def calls(name: str, most: int) -> list[Call]:
         if info.name == name:
             for call in _recorded(info):
                 key, undefined = (call.target, described(call)), is_random(call.target) or is_unwritten(call.target)
-                if key not in found and counts.get(call.target, 0) < most and not undefined:
-                    found[key] = call
+                if key not in call_by_key and counts.get(call.target, 0) < most and not undefined:
+                    call_by_key[key] = call
                     counts[call.target] = counts.get(call.target, 0) + 1
-    return list(found.values())
+    return list(call_by_key.values())
 
 
 def is_unwritten(target: Any) -> bool:
@@ -197,7 +197,7 @@ class Truth:
 
     def valid(self) -> list[Combination]:
         """The combinations that the validator calls valid, one placement for all outputs, as it tries them."""
-        tensors, found = self.call.tensors, []
+        tensors, combinations = self.call.tensors, []
         options = [self.options(index) for index in range(len(tensors))]
         outputs = validation.get_1d_output_placements_for_tensor(self.call.outputs[0])
         ends = self._normal(outputs, self.call.outputs[0])
@@ -218,8 +218,8 @@ class Truth:
                         _joins(end, parts, whole) for parts, whole in zip(results, self.call.outputs, strict=True)
                     ) and is_valid(inputs, (end,) * len(self.call.outputs)):
                         combination = inputs, tuple(normal(end, whole) for whole in self.call.outputs)
-                        found.append(combination)
-        return list(dict.fromkeys(found))
+                        combinations.append(combination)
+        return list(dict.fromkeys(combinations))
 
     def is_valid(self, combination: Combination) -> bool | None:
         """What the validator says of a combination; None if it cannot say."""
@@ -258,9 +258,9 @@ class Truth:
             return None
         ranks = []
         for rank in range(RANKS):
-            mine = iter([part[rank] for part in parts])  # type: ignore[index]
+            rank_parts = iter([part[rank] for part in parts])  # type: ignore[index]
             try:
-                ranks.append(present(called(self.call, mine)))
+                ranks.append(present(called(self.call, rank_parts)))
             except Exception:  # noqa: BLE001 - an operator may refuse parts in any way
                 return None
         if any(len(result) != len(self.call.outputs) for result in ranks):
@@ -342,15 +342,15 @@ def called(call: Call, tensors: Iterator[Tensor]) -> Any:
 
 
 def _theirs(placements: Iterable[str]) -> tuple[TheirPlacement, ...]:
-    found = tuple(validation.parse_placement(placement) for placement in placements)
-    assert None not in found
-    return found  # type: ignore[return-value]
+    their_placements = tuple(validation.parse_placement(placement) for placement in placements)
+    assert None not in their_placements
+    return their_placements  # type: ignore[return-value]
 
 
-def _same(found: Tensor, expected: Tensor) -> bool:
-    if found.shape != expected.shape or found.dtype != expected.dtype:
+def _same(actual: Tensor, expected: Tensor) -> bool:
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return False
-    return torch.allclose(found, expected, atol=LOOSE, rtol=LOOSE, equal_nan=True)
+    return torch.allclose(actual, expected, atol=LOOSE, rtol=LOOSE, equal_nan=True)
 
 
 def _joins(placement: str, parts: Sequence[Tensor], whole: Tensor) -> bool:

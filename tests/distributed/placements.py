@@ -93,30 +93,30 @@ def judged(call: Call, mesh: DeviceMesh, *, every_part: bool = True, plain: bool
 
     Without ``every_part``, only the latter: some operators read beyond their tensors if parts do not belong together.
     ``plain``: see ``Truth``."""
-    truth, made, verdict = Truth(call, mesh, plain), form(call), Verdict(str(call.target))
-    verdict.unruled = made.reason and (unruled(verdict.target, made) or made.reason)
-    verdict.needs = bool(made.reason) and not unruled(verdict.target, made)
-    for split in splits(call, made):
+    truth, operator_form, verdict = Truth(call, mesh, plain), form(call), Verdict(str(call.target))
+    verdict.unruled = operator_form.reason and (unruled(verdict.target, operator_form) or operator_form.reason)
+    verdict.needs = bool(operator_form.reason) and not unruled(verdict.target, operator_form)
+    for split in splits(call, operator_form):
         if split.error:
             verdict.wrong.append(f"{written(split.combination)}: {split.error}")
         else:
             verdict.right += 1
     if not every_part or not truth.countable:
         return verdict
-    valid, ours = truth.valid(), allowed(call, made)
+    valid, ours = truth.valid(), allowed(call, operator_form)
     every = frozenset(valid)
     for combination in valid:
         verdict.true += 1
         if combination in ours:
             verdict.allowed += 1
-        elif reason := _reason(truth, made, combination, every):
+        elif reason := _reason(truth, operator_form, combination, every):
             verdict.listed[reason] = verdict.listed.get(reason, 0) + 1
         else:
             verdict.missing.append(written(combination))
     return verdict
 
 
-def _reason(truth: Truth, made: Form, combination: Combination, valid: frozenset[Combination]) -> str:
+def _reason(truth: Truth, operator_form: Form, combination: Combination, valid: frozenset[Combination]) -> str:
     """Why our rules do without a true combination; empty without a reason."""
     inputs, outputs = combination
     if "P(avg)" in (*inputs, *outputs):
@@ -125,8 +125,8 @@ def _reason(truth: Truth, made: Form, combination: Combination, valid: frozenset
         return EXTREME
     if (inputs, ("R",) * len(outputs)) in valid:
         return RENAMED
-    if made.reason:
-        return unruled(str(truth.call.target), made)
+    if operator_form.reason:
+        return unruled(str(truth.call.target), operator_form)
     if truth.is_identity():
         return IDENTITY
     if any(truth.ignores(index) for index in range(len(inputs))):
@@ -136,12 +136,12 @@ def _reason(truth: Truth, made: Form, combination: Combination, valid: frozenset
     return OF_OPERATORS.get(truth.call.target, "")
 
 
-def unruled(target: str, made: Form) -> str:
+def unruled(target: str, operator_form: Form) -> str:
     """Why an operator without a rule needs none; empty if it would need one."""
-    if made.refused:
+    if operator_form.refused:
         return DYNAMIC
-    if not made.reason.startswith(("no rule for", "refused:")):
-        return made.reason  # the operator's rule does not split this call, and says why
+    if not operator_form.reason.startswith(("no rule for", "refused:")):
+        return operator_form.reason  # the operator's rule does not split this call, and says why
     return next((reason for part, reason in UNRULED.items() if part in target), "")
 
 

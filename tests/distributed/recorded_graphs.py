@@ -33,11 +33,11 @@ class RecordedKind(CpuKind):
 
     def __init__(self) -> None:
         super().__init__()
-        self.made = RecordedGraphs()
+        self.recorded = RecordedGraphs()
 
     def graphs(self) -> Graphs | None:
         """Graphs of recorded operators."""
-        return self.made
+        return self.recorded
 
 
 class RecordedGraphs(Graphs):
@@ -146,11 +146,11 @@ class _Recorder(TorchDispatchMode):
         """Results of the right shapes without values."""
         shapes = tree_map_only(Tensor, _on_meta, (args, kwargs))
 
-        def made(value: Tensor) -> Tensor:
+        def filled_with_nan(value: Tensor) -> Tensor:
             result = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
             return result.fill_(torch.nan if value.is_floating_point() else 0)
 
-        return tree_map_only(Tensor, made, function(*shapes[0], **shapes[1]))
+        return tree_map_only(Tensor, filled_with_nan, function(*shapes[0], **shapes[1]))
 
 
 def _on_meta(value: Tensor) -> Tensor:
@@ -167,5 +167,5 @@ def _key(value: Tensor) -> int:
 
 def _is_view(args: Any, kwargs: Any, outputs: list[Any]) -> bool:
     given = {_key(value) for value in _tensors((args, kwargs))}
-    made = [_key(value) for value in _tensors(outputs)]
-    return bool(made) and given.issuperset(made)
+    output_keys = [_key(value) for value in _tensors(outputs)]
+    return bool(output_keys) and given.issuperset(output_keys)

@@ -184,8 +184,8 @@ def _window(draw: Draw, transposed: bool, rows: int) -> tuple[int, int, int, int
     kernel, stride, dilation = draw.pick(3, 1, 2, 5), draw.pick(1, 1, 2, 3), draw.pick(1, 1, 2)
     reach = dilation * (kernel - 1)
     padding = draw.pick(reach // 2, 0, 1, reach)
-    made = (rows + 2 * padding - reach - 1) // stride + 1
-    if made < 1:
+    output_rows = (rows + 2 * padding - reach - 1) // stride + 1
+    if output_rows < 1:
         return _window(draw, transposed, rows + 4)
     if not transposed:
         return rows, kernel, stride, padding, dilation, 0
@@ -286,7 +286,7 @@ def _margins(draw: Draw) -> tuple[int, int]:
 
 
 def _flat(pairs: Sequence[tuple[int, int]]) -> list[int]:
-    return [one for pair in pairs for one in pair]
+    return [number for pair in pairs for number in pair]
 
 
 def _pad_backward(space: int, forward: Any) -> Callable[[Draw], Arguments]:
@@ -416,8 +416,8 @@ def _distances(draw: Draw) -> Arguments:
 
 def _distances_backward(draw: Draw) -> Arguments:
     (first, second, p, _), _ = _distances(draw)
-    found = aten._cdist_forward(first, second, p, None)
-    return (draw.tensor(*found.shape), first, second, p, found), {}
+    distances = aten._cdist_forward(first, second, p, None)
+    return (draw.tensor(*distances.shape), first, second, p, distances), {}
 
 
 def _cross(draw: Draw) -> Arguments:
@@ -481,7 +481,7 @@ def _full(draw: Draw) -> Arguments:
     return (draw.shape(0, 3), 1.5), {"dtype": torch.float64}
 
 
-def _made(draw: Draw) -> Arguments:
+def _shape_alone(draw: Draw) -> Arguments:
     return (draw.shape(0, 3),), {"dtype": torch.float64}
 
 
@@ -1118,8 +1118,8 @@ CASES: Mapping[Any, Callable[[Draw], Arguments]] = {
     aten.upsample_trilinear3d.default: _linear(3),
     aten.upsample_trilinear3d_backward.default: _linear_backward(3),
     aten.full.default: _full,
-    aten.zeros.default: _made,
-    aten.ones.default: _made,
+    aten.zeros.default: _shape_alone,
+    aten.ones.default: _shape_alone,
     aten.scalar_tensor.default: lambda draw: ((1.5,), {"dtype": torch.float64}),
     aten.arange.default: lambda draw: ((draw.size(),), {}),
     aten.arange.start: lambda draw: ((1, 1 + draw.size()), {}),
@@ -1316,8 +1316,8 @@ def _binary(draw: Draw) -> Arguments:
 
 
 def _compared(draw: Draw) -> Arguments:
-    (one, other), _ = _binary(draw)
-    return (one > 0, other > 0.5), {}
+    (first, other), _ = _binary(draw)
+    return (first > 0, other > 0.5), {}
 
 
 def _scalar(draw: Draw) -> Arguments:

@@ -65,10 +65,10 @@ CALLS = pytest.mark.parametrize(
 def test_nan_is_seen_in_output_and_gradients(dtype: torch.dtype, dropout: float, seen: str, place: str) -> None:
     values = inputs(dtype)
     values[PLACES[place]][0, 0, slice(None) if place == "every key" else 3, 1] = math.nan
-    expected, found = in_pytorch(values, *SEEN[seen]), in_ours(values, *SEEN[seen], dropout)
-    for one, other in zip(found, expected, strict=True):
-        assert bool(one.isnan().any()) == bool(other.isnan().any())
-        assert not one[1].isnan().any(), "other samples are sound"
+    expected, actual = in_pytorch(values, *SEEN[seen]), in_ours(values, *SEEN[seen], dropout)
+    for result, other in zip(actual, expected, strict=True):
+        assert bool(result.isnan().any()) == bool(other.isnan().any())
+        assert not result[1].isnan().any(), "other samples are sound"
 
 
 @CALLS
@@ -97,19 +97,19 @@ def test_scores_of_infinite_keys_are_nan(dtype: torch.dtype, dropout: float, cau
 @pytest.mark.parametrize("seen", SEEN)
 def test_a_query_without_keys_gives_zero(dtype: torch.dtype, dropout: float, seen: str) -> None:
     values = inputs(dtype)
-    expected, found = in_pytorch(values, *SEEN[seen]), in_ours(values, *SEEN[seen], dropout)
+    expected, actual = in_pytorch(values, *SEEN[seen]), in_ours(values, *SEEN[seen], dropout)
     tolerance = 1e-12 if dtype == torch.float64 else 4 * torch.finfo(dtype).eps
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=tolerance, atol=4 * tolerance)
+    for result, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(result, other, rtol=tolerance, atol=4 * tolerance)
 
 
 def test_scores_that_leave_the_range_of_float16_are_those_of_pytorch() -> None:
     query, key, value = inputs(torch.float16)
     values = [query.mul_(1000), key.mul_(1000), value]
     assert float((query @ key.transpose(-2, -1)).abs().max()) == math.inf
-    expected, found = in_pytorch(values, None, True), in_ours(values, None, True, 0.0)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
+    expected, actual = in_pytorch(values, None, True), in_ours(values, None, True, 0.0)
+    for result, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(result, other, rtol=1e-2, atol=1e-2)
 
 
 class Attends(nn.Module):
@@ -150,8 +150,8 @@ def test_nan_reaches_the_loss_and_all_gradients(layout: str, place: int) -> None
     values = {"weights": weights, "batch.x": batch["x"]}
     assert run_step(captured, plan, values)[0].loss.isfinite()
     weights[place, 0, 1, 5, 2] = math.nan
-    found, _ = run_step(captured, plan, values)
-    assert found.loss.isnan()
-    gradient = found.gradients["weights"]
+    result, _ = run_step(captured, plan, values)
+    assert result.loss.isnan()
+    gradient = result.gradients["weights"]
     assert gradient is not None
     assert gradient[:, 0, 1].isnan().flatten(1).any(1).all()

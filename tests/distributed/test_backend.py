@@ -63,12 +63,12 @@ def reductions_equal_gloo() -> int:
             ops = [dist.ReduceOp.SUM]
         for op in ops:
             for count in (1, 5, 3000):
-                mine, theirs = drawn(count, dtype, count), drawn(count, dtype, count)
-                dist.all_reduce(mine, op, group)
+                value, theirs = drawn(count, dtype, count), drawn(count, dtype, count)
+                dist.all_reduce(value, op, group)
                 dist.all_reduce(theirs, op)
                 if dtype == torch.bool:  # gloo adds bytes: its true may be 2
                     theirs = theirs.view(torch.uint8) != 0
-                assert torch.equal(mine, theirs), (dtype, op, count)
+                assert torch.equal(value, theirs), (dtype, op, count)
                 done += 1
     mean = drawn(5, torch.float64, 0)
     total = mean.clone()
@@ -87,41 +87,42 @@ def test_reductions_of_all_dtypes_equal_gloos(ranks: Ranks) -> None:
 
 def calls(group: Any, dtype: torch.dtype, count: int) -> dict[str, list[Tensor]]:
     """The results of every collective in a group."""
-    size, me, found = dist.get_world_size(), dist.get_rank(), {}
+    size, me, results = dist.get_world_size(), dist.get_rank(), {}
     value, rows = drawn(count, dtype, 1), drawn(count * size, dtype, 2)
 
     def new(num: int = count) -> Tensor:
         return torch.zeros(num, dtype=dtype)
 
-    found["all_gather"] = [new() for _ in range(size)]
-    dist.all_gather(found["all_gather"], value, group)
-    found["all_gather_single"] = [new(count * size)]
-    dist.all_gather_single(found["all_gather_single"][0], value, group)
-    found["reduce_scatter"] = [new()]
-    dist.reduce_scatter(found["reduce_scatter"][0], list(rows.split(count)), group=group)
-    found["reduce_scatter_single"] = [new()]
-    dist.reduce_scatter_single(found["reduce_scatter_single"][0], rows, group=group)
+    results["all_gather"] = [new() for _ in range(size)]
+    dist.all_gather(results["all_gather"], value, group)
+    results["all_gather_single"] = [new(count * size)]
+    dist.all_gather_single(results["all_gather_single"][0], value, group)
+    results["reduce_scatter"] = [new()]
+    dist.reduce_scatter(results["reduce_scatter"][0], list(rows.split(count)), group=group)
+    results["reduce_scatter_single"] = [new()]
+    dist.reduce_scatter_single(results["reduce_scatter_single"][0], rows, group=group)
     for root in range(size):
-        found[f"broadcast {root}"] = [value.clone()]
-        dist.broadcast(found[f"broadcast {root}"][0], root, group)
+        results[f"broadcast {root}"] = [value.clone()]
+        dist.broadcast(results[f"broadcast {root}"][0], root, group)
         total = value.clone()
         dist.reduce(total, root, group=group)
-        found[f"reduce {root}"] = [total] if me == root else []
+        results[f"reduce {root}"] = [total] if me == root else []
         gathered = [new() for _ in range(size)] if me == root else None
         dist.gather(value, gathered, root, group)
-        found[f"gather {root}"] = gathered or []
-        found[f"scatter {root}"] = [new()]
-        dist.scatter(found[f"scatter {root}"][0], list(rows.split(count)) if me == root else None, root, group)
-    found["all_to_all"] = [new(count * size)]
-    dist.all_to_all_single(found["all_to_all"][0], rows, group=group)
-    splits = [[(one + 2 * other) % 3 for other in range(size)] for one in range(size)]  # rows from one to other
+        results[f"gather {root}"] = gathered or []
+        results[f"scatter {root}"] = [new()]
+        dist.scatter(results[f"scatter {root}"][0], list(rows.split(count)) if me == root else None, root, group)
+    results["all_to_all"] = [new(count * size)]
+    dist.all_to_all_single(results["all_to_all"][0], rows, group=group)
+    # rows from source to target
+    splits = [[(source + 2 * target) % 3 for target in range(size)] for source in range(size)]
     received = [splits[other][me] for other in range(size)]
-    found["all_to_all uneven"] = [torch.zeros(sum(received), count, dtype=dtype)]
+    results["all_to_all uneven"] = [torch.zeros(sum(received), count, dtype=dtype)]
     sent = drawn(count * sum(splits[me]), dtype, 3).view(-1, count)
-    dist.all_to_all_single(found["all_to_all uneven"][0], sent, received, splits[me], group)
-    found["coalesced"] = [value.clone(), rows.clone()]
+    dist.all_to_all_single(results["all_to_all uneven"][0], sent, received, splits[me], group)
+    results["coalesced"] = [value.clone(), rows.clone()]
     with dist._coalescing_manager(group):
-        for tensor in found["coalesced"]:
+        for tensor in results["coalesced"]:
             dist.all_reduce(tensor, group=group)
     dist.barrier(group)
     objects: list[Any] = [None] * size
@@ -130,18 +131,18 @@ def calls(group: Any, dtype: torch.dtype, count: int) -> dict[str, list[Tensor]]
     kept = [me, "a"]
     dist.broadcast_object_list(kept, size - 1, group)
     assert kept == [size - 1, "a"]
-    return found
+    return results
 
 
 def calls_equal_gloo() -> int:
     group, done = ours(), 0
     for dtype in (torch.float32, torch.int64, torch.bfloat16):
         for count in (1, 1000, 300_000 if dtype == torch.float32 else 30):
-            mine, theirs = calls(group, dtype, count), calls(dist.group.WORLD, dtype, count)
-            assert mine.keys() == theirs.keys()
+            results, theirs = calls(group, dtype, count), calls(dist.group.WORLD, dtype, count)
+            assert results.keys() == theirs.keys()
             for name, tensors in theirs.items():
-                assert len(mine[name]) == len(tensors)
-                assert all(map(torch.equal, mine[name], tensors)), (name, dtype, count)
+                assert len(results[name]) == len(tensors)
+                assert all(map(torch.equal, results[name], tensors)), (name, dtype, count)
                 done += 1
     return done
 
@@ -160,9 +161,9 @@ def lists_of_any_size() -> None:
     into = torch.empty(me + 1)
     dist.reduce_scatter(into, [torch.full((rank + 1,), float(rank + me)) for rank in range(size)], group=group)
     assert into.tolist() == [float(size * me + sum(range(size)))] * (me + 1)
-    came = [torch.empty(rank + 1) for rank in range(size)]
-    dist.all_to_all(came, [torch.full((me + 1,), float(10 * me + rank)) for rank in range(size)], group)
-    assert [tensor.tolist() for tensor in came] == [[float(10 * rank + me)] * (rank + 1) for rank in range(size)]
+    received = [torch.empty(rank + 1) for rank in range(size)]
+    dist.all_to_all(received, [torch.full((me + 1,), float(10 * me + rank)) for rank in range(size)], group)
+    assert [tensor.tolist() for tensor in received] == [[float(10 * rank + me)] * (rank + 1) for rank in range(size)]
     sparse = torch.eye(4).to_sparse() * (me + 1)
     dist.all_reduce(sparse, group=group)
     assert torch.equal(sparse.to_dense(), torch.eye(4) * sum(range(1, size + 1)))
@@ -276,9 +277,9 @@ def messages() -> None:
             dist.send(torch.full((tag * 1000,), float(tag)), 1, group, tag)
     elif me == 1:
         for tag in (3, 1, 2):  # another order than they were sent in
-            came = torch.empty(tag * 1000)
-            dist.recv(came, 0, group, tag)
-            assert bool((came == tag).all())
+            message = torch.empty(tag * 1000)
+            dist.recv(message, 0, group, tag)
+            assert bool((message == tag).all())
     others = [rank for rank in range(size) if rank != me]
     into = {rank: torch.empty(long) for rank in others}
     ops = [dist.P2POp(dist.isend, torch.full((long,), float(me)), rank, group) for rank in others]
@@ -289,9 +290,9 @@ def messages() -> None:
     if me == 0:
         senders = set()
         for _ in others:
-            came = torch.empty(5)
-            sender = dist.recv(came, None, group, 9)
-            assert came.tolist() == [float(sender)] * 5
+            message = torch.empty(5)
+            sender = dist.recv(message, None, group, 9)
+            assert message.tolist() == [float(sender)] * 5
             senders.add(sender)
         assert senders == set(others)
         received = torch.empty(3)
@@ -333,17 +334,17 @@ def in_boxes(boxes: list[int]) -> tuple[str, ...]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(links, "box", lambda: f"box {boxes[me]}")
         group = ours()
-    mine, theirs = calls(group, torch.float32, 1000), calls(dist.group.WORLD, torch.float32, 1000)
+    results, theirs = calls(group, torch.float32, 1000), calls(dist.group.WORLD, torch.float32, 1000)
     for name, tensors in theirs.items():
-        assert all(map(torch.allclose, mine[name], tensors)), name
+        assert all(map(torch.allclose, results[name], tensors)), name
     if me == 0:
         dist.send(torch.ones(3), 1, group, 4)
     elif me == 1:
-        came = torch.empty(3)
-        dist.recv(came, None, group, 4)
-        assert came.tolist() == [1.0] * 3
-    found: Any = group._links
-    return tuple(type(lane).__name__ for lane in found.collectives._lanes.values())
+        message = torch.empty(3)
+        dist.recv(message, None, group, 4)
+        assert message.tolist() == [1.0] * 3
+    group_links: Any = group._links
+    return tuple(type(lane).__name__ for lane in group_links.collectives._lanes.values())
 
 
 def test_ranks_of_two_boxes_use_levels(ranks: Ranks) -> None:
@@ -370,12 +371,12 @@ def refusals() -> list[str]:
         lambda: dist.all_to_all_single(torch.ones(3), torch.ones(3), [1, 2], [2, 2], group=group),
         lambda: group.send([four], 2, 0),
     ]
-    said = []
+    texts = []
     for mistake in mistakes:
-        with pytest.raises(GroupError) as found:
+        with pytest.raises(GroupError) as caught:
             mistake()
-        assert isinstance(found.value, RuntimeError)
-        said.append(str(found.value).replace("\n  -> ", " -> "))
+        assert isinstance(caught.value, RuntimeError)
+        texts.append(str(caught.value).replace("\n  -> ", " -> "))
     dist.all_reduce(four, group=group)  # the group is as good as before
     pid = os.fork()
     if not pid:
@@ -389,13 +390,13 @@ def refusals() -> list[str]:
     dist.destroy_process_group(group)
     with pytest.raises(GroupError, match="after the group was destroyed"):
         kept.allreduce([four])
-    return said
+    return texts
 
 
 def test_mistakes_are_named_before_anything_is_sent(ranks: Ranks) -> None:
-    said, again = ranks(2, refusals)
-    assert said == again
-    assert [text.partition(" -> ")[0] for text in said[:9]] == [
+    texts, again = ranks(2, refusals)
+    assert texts == again
+    assert [text.partition(" -> ")[0] for text in texts[:9]] == [
         "all_reduce: a tensor is on meta, and the backend meshwright carries tensors of CPUs",
         "all_reduce: a tensor of shape (4,) and strides (0,) has elements that share memory",
         "all_gather: two tensors to be written overlap",
@@ -406,7 +407,7 @@ def test_mistakes_are_named_before_anything_is_sent(ranks: Ranks) -> None:
         "all_to_all: 3 rows cannot be divided equally",
         "all_to_all: the sum of splits has 4 elements, not 3",
     ]
-    assert "rank 2 of 2 is this rank or no rank" in said[9]
+    assert "rank 2 of 2 is this rank or no rank" in texts[9]
 
 
 @pytest.mark.parametrize(
@@ -426,9 +427,9 @@ def _every(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 def differ() -> str:
     group, me = ours(), dist.get_rank()
-    with pytest.raises(GroupError) as found:
+    with pytest.raises(GroupError) as caught:
         dist.all_reduce(torch.ones(3 + me), group=group)
-    return str(found.value)
+    return str(caught.value)
 
 
 def test_ranks_that_differ_are_named(ranks: Ranks) -> None:
@@ -494,8 +495,8 @@ def test_a_group_of_two_boxes_can_be_aborted(ranks: Ranks) -> None:
 
 
 def test_backends_of_other_devices_end_with_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    others, said = OtherDevices(dist.HashStore(), 0, 1, 1.0), []
-    backend = SimpleNamespace(shutdown=lambda: said.append("shutdown"), abort=lambda: said.append("abort"))
+    others, actions = OtherDevices(dist.HashStore(), 0, 1, 1.0), []
+    backend = SimpleNamespace(shutdown=lambda: actions.append("shutdown"), abort=lambda: actions.append("abort"))
     others.shutdown()  # makes none
     monkeypatch.setattr(others, "_named", lambda group: {"cuda": "nccl"})
     monkeypatch.setattr(others, "_make", lambda device, name: backend)
@@ -503,20 +504,20 @@ def test_backends_of_other_devices_end_with_the_group(monkeypatch: pytest.Monkey
     assert others.backend(group, "cuda") is backend
     others.shutdown()
     others.abort()
-    assert said == ["shutdown", "abort"]
+    assert actions == ["shutdown", "abort"]
 
 
 def made_again() -> list[float]:
     """A group of the same name, in the same store, after the first was destroyed."""
-    found, store = [], dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+    values, store = [], dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
     for _ in range(2):
         group: Any = MeshwrightGroup(store, dist.get_rank(), (0, 1), 30.0, "again")
         value = torch.ones(2)
         group.allreduce([value]).wait()
         group.barrier().wait()
-        found.append(value[0].item())
+        values.append(value[0].item())
         group.shutdown()
-    return found
+    return values
 
 
 def test_a_group_can_be_made_again(ranks: Ranks) -> None:
@@ -543,9 +544,9 @@ def dies_in_backward() -> None:
 
 
 def test_a_rank_that_dies_in_the_backward_of_ddp_is_named(ranks: Ranks) -> None:
-    with pytest.raises(RanksFailedError) as found:
+    with pytest.raises(RanksFailedError) as caught:
         ranks(2, dies_in_backward)
-    assert list(found.value.failures) == [1]
+    assert list(caught.value.failures) == [1]
 
 
 def files_and_threads() -> tuple[int, int, int]:
@@ -605,12 +606,12 @@ def test_a_program_needs_no_import(tmp_path: Path) -> None:
     lines = "\n".join(f"{name} = {value}" for name, value in points.items())
     (information / "entry_points.txt").write_text(f"[torch.backends]\n{lines}\n")
     paths = os.pathsep.join(map(str, (tmp_path, ROOT / "src")))
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", PROGRAM], env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True,
         timeout=120, check=False,
     )  # fmt: skip
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.split("\n")[0] == "MeshwrightGroup [1.0, 1.0] ['cpu', 'cuda'] 0"
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.split("\n")[0] == "MeshwrightGroup [1.0, 1.0] ['cpu', 'cuda'] 0"
 
 
 CONFORMANCE = (
@@ -623,5 +624,5 @@ CONFORMANCE = (
 def test_a_few_of_pytorchs_own_tests_pass() -> None:
     """The whole suite is ``make conformance``."""
     pytest.importorskip("expecttest", reason="PyTorch's own tests import it")
-    found = conformance.run(conformance.IN_PLACE, 2, CONFORMANCE)
-    assert {name: outcome["outcome"] for name, outcome in found.items()} == dict.fromkeys(CONFORMANCE, "passed")
+    outcomes = conformance.run(conformance.IN_PLACE, 2, CONFORMANCE)
+    assert {name: outcome["outcome"] for name, outcome in outcomes.items()} == dict.fromkeys(CONFORMANCE, "passed")

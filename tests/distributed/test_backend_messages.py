@@ -102,9 +102,9 @@ def test_closing_ends_messages_and_the_threads_that_wait_for_them() -> None:
     future, errors = from_any.get_future(), []  # type: Any, list[BaseException]
 
     def wait() -> None:
-        with pytest.raises(GroupError) as found:
+        with pytest.raises(GroupError) as caught:
             stuck.wait()
-        errors.append(found.value)
+        errors.append(caught.value)
 
     waiter = threading.Thread(target=wait)
     waiter.start()

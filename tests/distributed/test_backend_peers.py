@@ -28,9 +28,9 @@ STEPS = 3
 def groups() -> Iterator[dict[str, Any]]:
     """A group of each backend."""
     register()
-    made = {name: dist.new_group(backend=name) for name in ("gloo", NAME)}
-    yield made
-    for group in made.values():
+    by_backend = {name: dist.new_group(backend=name) for name in ("gloo", NAME)}
+    yield by_backend
+    for group in by_backend.values():
         dist.destroy_process_group(group)
 
 
@@ -89,14 +89,14 @@ def tensor_parallel(group: Any) -> list[Tensor]:
     model.pop(3)
     parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     fixed = torch.randn(6, 8, generator=torch.Generator().manual_seed(7)).double()
-    found = []
+    results = []
     for _ in range(STEPS):
         loss = model(fixed).square().mean()
         loss.backward()
-        found.append(loss.detach())
+        results.append(loss.detach())
     grid = distribute_tensor(torch.arange(35.0).view(5, 7), mesh, [Shard(0)])
-    found += [grid.redistribute(placements=[Shard(1)]).redistribute(placements=[Replicate()]).to_local()]
-    return found + [whole(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    results += [grid.redistribute(placements=[Shard(1)]).redistribute(placements=[Replicate()]).to_local()]
+    return results + [whole(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
 
 
 def pipeline(group: Any) -> list[Tensor]:
@@ -123,19 +123,19 @@ def checkpoint(group: Any) -> list[Tensor]:
         for parameter in model.parameters():
             parameter.zero_()
     dcp.load({"model": model.state_dict()}, checkpoint_id=where[0], process_group=group)
-    found = [whole(parameter) for parameter in model.parameters()]
-    assert all(map(torch.equal, found, wanted))
+    parameters = [whole(parameter) for parameter in model.parameters()]
+    assert all(map(torch.equal, parameters, wanted))
     assert Path(where[0]).exists()
-    return found
+    return parameters
 
 
 def equal_gloo(trainer: Callable[[Any], list[Tensor]]) -> int:
-    with groups() as made:
-        found = {name: trainer(group) for name, group in made.items()}
-    assert len(found[NAME]) == len(found["gloo"])
-    for mine, theirs in zip(found[NAME], found["gloo"], strict=True):
-        assert torch.equal(mine, theirs), (mine - theirs).abs().max()
-    return len(found[NAME])
+    with groups() as by_backend:
+        results = {name: trainer(group) for name, group in by_backend.items()}
+    assert len(results[NAME]) == len(results["gloo"])
+    for value, theirs in zip(results[NAME], results["gloo"], strict=True):
+        assert torch.equal(value, theirs), (value - theirs).abs().max()
+    return len(results[NAME])
 
 
 @pytest.mark.parametrize("trainer", [ddp, ddp_with_hook, fsdp, tensor_parallel, pipeline, checkpoint])

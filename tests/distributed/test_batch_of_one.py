@@ -47,19 +47,19 @@ def train(name: str, layout: mw.Layout, first: int) -> list[float]:
     """Errors of steps and evaluations of batches of 1, after a capture with ``first`` samples."""
     torch.manual_seed(4)
     with WiderCasts():
-        mine = MODELS[name]()
-        plain = copy.deepcopy(mine.model)
-        batches = [{key: value[:1] for key, value in batch.items()} for batch in mine.batches]
-        captured = {key: value[:first] for key, value in mine.batches[0].items()}
+        subject = MODELS[name]()
+        plain = copy.deepcopy(subject.model)
+        batches = [{key: value[:1] for key, value in batch.items()} for batch in subject.batches]
+        captured = {key: value[:first] for key, value in subject.batches[0].items()}
         trainer = mw.parallelize(
-            mine.model, mine.loss_fn, captured, plan=layout,
+            subject.model, subject.loss_fn, captured, plan=layout,
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         )  # fmt: skip
         optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
         errors = []
         for batch in batches:
             optimizer.zero_grad()
-            loss: Any = mine.loss_fn(plain, batch)
+            loss: Any = subject.loss_fn(plain, batch)
             errors.append(error_of(trainer.evaluate(batch), loss.detach()))
             loss.backward()
             optimizer.step()
@@ -77,11 +77,11 @@ def test_batch_of_one_trains_and_evaluates(ranks: Ranks, name: str, layout: mw.L
 
 def evaluate_alone(layout: mw.Layout) -> float:
     torch.manual_seed(4)
-    mine = classifier()
-    one = {key: value[:1] for key, value in mine.batches[0].items()}
-    expected = loss_of(mine.model, one).detach()
-    trainer = mw.parallelize(mine.model, mine.loss_fn, mine.batches[0], plan=layout)
-    return error_of(trainer.evaluate(one), expected)
+    subject = classifier()
+    sample = {key: value[:1] for key, value in subject.batches[0].items()}
+    expected = loss_of(subject.model, sample).detach()
+    trainer = mw.parallelize(subject.model, subject.loss_fn, subject.batches[0], plan=layout)
+    return error_of(trainer.evaluate(sample), expected)
 
 
 def test_one_sample_is_evaluated_under_data_parallel(ranks: Ranks) -> None:

@@ -61,13 +61,13 @@ def update(
 ) -> None:
     optimizer.zero_grad()
     of_ranks = [list(shards(part, microbatches)) for part in shards(batch, parts)]
-    for mine in zip(*of_ranks, strict=True):
+    for rank_parts in zip(*of_ranks, strict=True):
         before, after = buffers(model), []
-        for part in mine:
+        for part in rank_parts:
             model.load_state_dict(before, strict=False)
             (loss_of(model, part) * (len(part["label"]) / len(batch["label"]))).backward()
             after.append(buffers(model))
-        means = {name: torch.stack([one[name] for one in after]).double().mean(0) for name in before}
+        means = {name: torch.stack([state[name] for state in after]).double().mean(0) for name in before}
         model.load_state_dict(means, strict=False)
     optimizer.step()
 
@@ -98,8 +98,8 @@ def train(layout: mw.Layout, samples: int) -> dict[str, Tensor]:
 )
 def test_statistics_are_of_each_ranks_samples(ranks: Ranks, layout: mw.Layout, samples: int, parts: int) -> None:
     expected = by_hand(samples, parts, layout.microbatches)
-    found = ranks(layout.num_ranks, train, layout, samples)[0]
-    assert largest_error(found, expected) <= TOLERANCE
+    state = ranks(layout.num_ranks, train, layout, samples)[0]
+    assert largest_error(state, expected) <= TOLERANCE
     whole = by_hand(samples, 1, 1)
     assert largest_error(whole, expected) > 1e-3, "statistics of the whole batch are others"
 
@@ -117,8 +117,8 @@ def distributed_data_parallel() -> dict[str, Tensor]:
 def test_training_equals_distributed_data_parallel(ranks: Ranks) -> None:
     first, second = ranks(2, distributed_data_parallel)
     expected = {name: ((first[name] + second[name]) / 2).to(first[name].dtype) for name in first}
-    found = ranks(2, train, mw.Layout(dp=2, **OWN), 8)[0]
-    assert largest_error(found, expected) <= TOLERANCE
+    state = ranks(2, train, mw.Layout(dp=2, **OWN), 8)[0]
+    assert largest_error(state, expected) <= TOLERANCE
 
 
 def train_with_a_ragged_last_batch() -> dict[str, Tensor]:

@@ -52,9 +52,9 @@ def test_sides_take_turns() -> None:
 
 
 def test_ratio_is_the_median_of_the_rounds_ratios_and_its_interval_holds_it() -> None:
-    one = ratio([1.0, 1.1, 9.0, 1.2, 1.0], [2.0, 2.2, 2.1, 30.0, 2.0])
-    assert one.value == pytest.approx(0.5)
-    assert one.low < one.value < one.high
+    estimate = ratio([1.0, 1.1, 9.0, 1.2, 1.0], [2.0, 2.2, 2.1, 30.0, 2.0])
+    assert estimate.value == pytest.approx(0.5)
+    assert estimate.low < estimate.value < estimate.high
 
 
 def test_a_drift_of_the_machine_leaves_the_ratio() -> None:
@@ -79,7 +79,7 @@ def rising(first: float) -> tuple[dict[str, list[float]], dict[str, list[float]]
 
 @pytest.mark.parametrize(("limit", "rounds"), [(1.0, 16), (2.0, 8), (0.5, 8)], ids=["undecided", "pass", "fail"])
 def test_what_is_undecided_is_measured_once_more(limit: float, rounds: int) -> None:
-    found = report.decided(
+    comparison = report.decided(
         lambda seconds, losses: report.judged(
             "any", seconds, "ours", limit, settings="any", num_ranks=1, steps=1, losses=losses
         ),
@@ -87,7 +87,7 @@ def test_what_is_undecided_is_measured_once_more(limit: float, rounds: int) -> N
         rising,
         0.9,
     )
-    assert [len(one.seconds) for one in found.series.values()] == [rounds, rounds]
+    assert [len(series.seconds) for series in comparison.series.values()] == [rounds, rounds]
 
 
 def test_the_interval_of_equal_rounds_is_a_point() -> None:
@@ -134,22 +134,22 @@ def test_peers_of_zero_train_the_same_model(ranks: Ranks, stage: int, peers: zer
 
 
 def test_every_reference_model_is_compared_with_data_parallel() -> None:
-    known = {one for name in models.__all__ if isinstance(one := getattr(models, name), type)}
-    compared = {type(one.model.make()) for one in zero.COMPARISONS if not one.layout.zero}
-    assert compared == {one for one in known if issubclass(one, nn.Module)}
+    known = {model_class for name in models.__all__ if isinstance(model_class := getattr(models, name), type)}
+    compared = {type(comparison.model.make()) for comparison in zero.COMPARISONS if not comparison.layout.zero}
+    assert compared == {model_class for model_class in known if issubclass(model_class, nn.Module)}
 
 
 def test_memory_is_judged_by_the_rank_that_needs_most_and_not_on_small_cases() -> None:
     gib = 2**30
-    predicted, found = (
+    predicted, measured = (
         zero.MeasuredMemory(4 * gib, 4 * gib),
         [zero.MeasuredMemory(gib, 4 * gib), zero.MeasuredMemory(4 * gib, 5 * gib)],
     )
-    persistent, peak = zero.compared(zero.LAYOUTS[0], predicted, found)
+    persistent, peak = zero.compared(zero.LAYOUTS[0], predicted, measured)
     assert (persistent.verdict, peak.verdict) == ("pass", "fail")
     assert peak.measured == "-20.0%: predicted 4096 MiB, measured 5120 MiB"
     small = zero.MeasuredMemory(gib // 2, gib // 2)
-    assert {one.verdict for one in zero.compared(zero.LAYOUTS[0], small, [small])} == {"fail"}
+    assert {finding.verdict for finding in zero.compared(zero.LAYOUTS[0], small, [small])} == {"fail"}
 
 
 def test_sides_that_compute_different_things_fail() -> None:
@@ -197,14 +197,14 @@ def test_what_benchmarks_write_is_honest(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(report, "num_cores", lambda: 2)
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     monkeypatch.setattr(report, "COMMIT", "0123456789ab")  # tests may run outside of a checkout
-    found = [foundation.speed(one, 5, 1) for one in foundation.COMPARISONS]
-    found += [foundation.duration(command, slow=False) for command in foundation.LIMITS_S]
-    foundation.write(found, 5, 1)
-    found = [pipelines.speed(pipelines.CASES[0], 5, 1), pipelines.throughput(5, 1)]
-    report.write("pipelines", "Pipelines", "make bench-pipelines", "a step", pipelines.settings(), found, "text")
-    found = [zero.speed(one, 5, 1) for one in zero.COMPARISONS]
+    judgements = [foundation.speed(comparison, 5, 1) for comparison in foundation.COMPARISONS]
+    judgements += [foundation.duration(command, slow=False) for command in foundation.LIMITS_S]
+    foundation.write(judgements, 5, 1)
+    judgements = [pipelines.speed(pipelines.CASES[0], 5, 1), pipelines.throughput(5, 1)]
+    report.write("pipelines", "Pipelines", "make bench-pipelines", "a step", pipelines.settings(), judgements, "text")
+    judgements = [zero.speed(comparison, 5, 1) for comparison in zero.COMPARISONS]
     memory = zero.MeasuredMemory(2 * 2**30, 3 * 2**30)
-    zero.write([*found, *zero.compared(zero.LAYOUTS[0], memory, [memory, memory])], 5, 1)
+    zero.write([*judgements, *zero.compared(zero.LAYOUTS[0], memory, [memory, memory])], 5, 1)
     expected = {"foundation": "pass", "pipelines": "pass", "zero": "fail"}  # 0.97 is more than 0.85 x fully_shard
     for name, first in expected.items():
         written = files.load(tmp_path / f"{name}.json", Result)
@@ -212,7 +212,7 @@ def test_what_benchmarks_write_is_honest(monkeypatch: pytest.MonkeyPatch, tmp_pa
         assert [finding.verdict for finding in written.findings][:2] == [first, "pass"]
     assert "| meshwright | 300.0 ms | 299.0 ms | 302.0 ms |" in (tmp_path / "foundation.md").read_text()
     with pytest.raises(ValueError, match=r"timed: nothing says what is timed"):
-        report.write("none", "None", "make none", "", pipelines.settings(), found, "text")
+        report.write("none", "None", "make none", "", pipelines.settings(), judgements, "text")
     assert not (tmp_path / "none.json").exists()
 
 
@@ -332,9 +332,9 @@ def test_the_matrix_is_linted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     settings = ("SGD", "whole", "full")
     rows = [matrix.Combination(Case(model, "dp2", *settings), 2e-16, 1e-9) for model in ("MLP", "GPT")]
     failed = matrix.Combination(Case("MLP", "tp2", *settings), float("inf"), 1e-9, "ValueError: no")
-    found = matrix.findings([*rows, failed])
-    assert [(each.target.split(":")[0], each.verdict) for each in found] == [("MLP", "fail"), ("GPT", "pass")]
-    report.write("matrix", "The matrix", "make matrix", "", {}, found, matrix.table(rows))
+    judgements = matrix.findings([*rows, failed])
+    assert [(each.target.split(":")[0], each.verdict) for each in judgements] == [("MLP", "fail"), ("GPT", "pass")]
+    report.write("matrix", "The matrix", "make matrix", "", {}, judgements, matrix.table(rows))
     written = files.load(tmp_path / "matrix.json", Result)
     assert written.findings[0].notes["errors"] == {str(rows[0].case): 2e-16, str(failed.case): "ValueError: no"}
     assert lint(msgspec.structs.replace(written, commit="")) != lint(written) == ()
@@ -357,7 +357,7 @@ def test_a_large_batch_is_judged_by_the_base_runs_loss() -> None:
     def verdicts(lamb: float, linear: float) -> list[str]:
         losses = {recipe.name: [2.0, 2.1, 1.9] for recipe in large_batch.RECIPES}
         losses |= {large_batch.LAMB_WARM.name: [lamb] * 3, large_batch.LINEAR.name: [linear] * 3}
-        return [one.verdict for one in large_batch.judged(losses)]
+        return [finding.verdict for finding in large_batch.judged(losses)]
 
     assert verdicts(2.03, math.inf) == ["pass", "pass", "reported", "reported"]
     assert verdicts(2.05, 2.03) == ["fail", "fail", "reported", "reported"]

@@ -68,11 +68,11 @@ def bytes_by_step() -> list[int]:
     plan = plan_layout(graph, layout, world_size=2, ask=Ask(room_bytes=0))
     trainer = mw.parallelize(model, classification_loss, batch, plan=plan, optimizer=_sgd)
     group = groups.process_group(trainer.groups["dp"].name)
-    found = []
+    num_bytes = []
     for _ in range(3):
         trainer.step(batch)
-        found.append(groups.member(group).blocks.num_bytes)
-    return found
+        num_bytes.append(groups.member(group).blocks.num_bytes)
+    return num_bytes
 
 
 def _sgd(parameters: object) -> torch.optim.Optimizer:

@@ -74,10 +74,10 @@ def test_stages_of_other_shapes_train_as_one_process(
         **sizes[0],  # type: ignore[arg-type]
     )
     wanted, state = _train(mw.Layout())
-    for losses, found in ranks(4, _train, base):
+    for losses, parallel_state in ranks(4, _train, base):
         assert losses == pytest.approx(wanted, rel=1e-9)
         for name, value in state.items():
-            assert torch.allclose(found[name], value, rtol=1e-9, atol=1e-9), name
+            assert torch.allclose(parallel_state[name], value, rtol=1e-9, atol=1e-9), name
 
 
 def test_what_splits_the_sequence_keeps_a_shared_parameter_whole_too(ranks: Ranks) -> None:

@@ -129,8 +129,8 @@ def test_a_run_continues_from_a_checkpoint_and_pushes_the_best_model(
 
 
 def with_accuracy(directory: Path, plan: Plan) -> tuple[float, int, str]:
-    def accuracy(found: Any) -> dict[str, float]:
-        right = found.predictions.argmax(-1)[:, :-1] == found.label_ids[:, 1:]
+    def accuracy(prediction: Any) -> dict[str, float]:
+        right = prediction.predictions.argmax(-1)[:, :-1] == prediction.label_ids[:, 1:]
         return {"right": float(right.mean())}
 
     with launched_by_torchrun():
@@ -176,8 +176,8 @@ def adapters(directory: Path, planned: bool, plan: Plan) -> tuple[list[float], d
 )
 def test_adapters_of_peft_are_trained_and_saved_as_peft_saves_them(ranks: Ranks, tmp_path: Path, plan: Plan) -> None:
     losses, weights = adapters(tmp_path / "plain", False, None)
-    for found, _ in ranks(2, adapters, tmp_path / "planned", True, plan):
-        assert found == pytest.approx(losses, abs=5e-6)  # adapters are in float32
+    for planned_losses, _ in ranks(2, adapters, tmp_path / "planned", True, plan):
+        assert planned_losses == pytest.approx(losses, abs=5e-6)  # adapters are in float32
     saved = tmp_path / "planned" / "adapter"
     ours = load_file(saved / "adapter_model.safetensors")
     assert ours.keys() == weights.keys()

@@ -108,7 +108,7 @@ def _old_norm(draw: Draw) -> Arguments:
     return (draw.tensor(*shape), draw.pick(None, 1, 2, 3), draw.dims(len(shape)), draw.flag()), {}
 
 
-def _one(draw: Draw) -> Arguments:
+def _unary(draw: Draw) -> Arguments:
     return (draw.tensor(*draw.shape()),), {}
 
 
@@ -138,7 +138,7 @@ def _safe_softmax(draw: Draw) -> Arguments:
     return (source, dim), {}
 
 
-def _made(*values: Any) -> Build:
+def _new(*values: Any) -> Build:
     def build(draw: Draw) -> Arguments:
         options = {"dtype": draw.pick(torch.float32, torch.int64)} if draw.flag() else {}
         return (draw.tensor(2), draw.shape(), *values), options
@@ -273,24 +273,24 @@ CANONICAL_CASES: Mapping[Any, Build] = {
     aten.smooth_l1_loss_backward.default: _loss_backward(after=(0.5,)),
     aten.soft_margin_loss.default: _loss(),
     aten.soft_margin_loss_backward.default: _loss_backward(),
-    aten.mean.default: _one,
+    aten.mean.default: _unary,
     aten.mean.dim: _mean,
     aten.var.correction: _spread,
     aten.std.correction: _spread,
     aten.var_mean.correction: _spread,
     aten.std_mean.correction: _spread,
     aten.linalg_vector_norm.default: _norm,
-    aten.norm.Scalar: lambda draw: ((*_one(draw)[0], draw.pick(1, 2, 3)), {}),
+    aten.norm.Scalar: lambda draw: ((*_unary(draw)[0], draw.pick(1, 2, 3)), {}),
     aten.norm.ScalarOpt_dim: _old_norm,
     aten.glu.default: _glu,
     aten.glu_backward.default: _glu_backward,
-    aten.log_sigmoid_forward.default: _one,
+    aten.log_sigmoid_forward.default: _unary,
     aten.log_sigmoid_backward.default: _log_sigmoid_backward,
     aten._safe_softmax.default: _safe_softmax,
-    aten.new_zeros.default: _made(),
-    aten.new_ones.default: _made(),
-    aten.new_full.default: _made(2.0),
-    aten.new_empty.default: _made(),
+    aten.new_zeros.default: _new(),
+    aten.new_ones.default: _new(),
+    aten.new_full.default: _new(2.0),
+    aten.new_empty.default: _new(),
     aten.ones_like.default: _scalar_like(),
     aten.zeros_like.default: _scalar_like(),
     aten.full_like.default: _scalar_like(2.0),
@@ -352,9 +352,9 @@ def test_canonical_form(target: Any) -> None:
         if result is NotImplemented:
             return
         rewritten += 1
-        found = values_of(result)
-        for index, (one, other) in enumerate(zip(found, expected, strict=True)):
-            compare(one, other, f"output {index}")
+        actual = values_of(result)
+        for index, (value, other) in enumerate(zip(actual, expected, strict=True)):
+            compare(value, other, f"output {index}")
 
     run()
     assert rewritten
@@ -408,9 +408,9 @@ WIDE: dict[str, Tensor] = {
 def test_halves_and_complex_numbers(function: Any, name: str) -> None:
     """Squares and sums of halves leave their range or precision; of complex numbers, magnitudes count."""
     expected = function(WIDE[name])
-    found = make_fx(function, decomposition_table=cast(Any, dict(CANONICAL)))(WIDE[name])(WIDE[name])
-    assert found.dtype == expected.dtype
-    assert torch.allclose(found, expected, rtol=1e-12 if name == "complex" else 2e-3), (found, expected)
+    actual = make_fx(function, decomposition_table=cast(Any, dict(CANONICAL)))(WIDE[name])(WIDE[name])
+    assert actual.dtype == expected.dtype
+    assert torch.allclose(actual, expected, rtol=1e-12 if name == "complex" else 2e-3), (actual, expected)
 
 
 def _cloned(args: Any) -> Any:
@@ -427,5 +427,5 @@ def test_a_single_label_is_not_read_for_its_class_weight() -> None:
     captured = make_fx(call, decomposition_table=cast(Any, dict(CANONICAL)))(*args)
     for label in (0, 2):
         other = args[0], torch.tensor(label), args[2]
-        for one, expected in zip(captured(*other), call(*other), strict=True):
-            compare(one, expected, f"label {label}")
+        for value, expected in zip(captured(*other), call(*other), strict=True):
+            compare(value, expected, f"label {label}")

@@ -141,7 +141,7 @@ def refuse_everything(directory: str) -> dict[str, str]:
     trainer.step(batch)
     trainer.save(root / "good")
     before = {name: trainer.parameters[name].detach().clone() for name in trainer.parameters}
-    found = {"missing": refused(lambda: trainer.load(root / "god"))}
+    messages = {"missing": refused(lambda: trainer.load(root / "god"))}
     for name in ("half", "damaged", "cut"):
         if rank == 0:
             shutil.copytree(root / "good", root / name)
@@ -153,16 +153,16 @@ def refuse_everything(directory: str) -> dict[str, str]:
             else:
                 (data / "__1_0.distcp").write_bytes(b"")
         dist.barrier()
-        found[name] = refused(lambda name=name: trainer.load(root / name))  # type: ignore[misc]
-    found["paths"] = refused(lambda: trainer.save(root / f"of rank {rank}"))
+        messages[name] = refused(lambda name=name: trainer.load(root / name))  # type: ignore[misc]
+    messages["paths"] = refused(lambda: trainer.save(root / f"of rank {rank}"))
     loader = TensorLoader({"x": torch.arange(8)}, batch_size=2)
     for _ in zip(range(rank), loader, strict=False):
         pass
-    found["positions"] = refused(lambda: trainer.save(root / "positions", loader=loader))
+    messages["positions"] = refused(lambda: trainer.save(root / "positions", loader=loader))
     other, _ = mlp_trainer((6, 8, 8, 4))
-    found["model"] = refused(lambda: other.load(root / "good"))
+    messages["model"] = refused(lambda: other.load(root / "good"))
     assert all(torch.equal(before[name], trainer.parameters[name]) for name in before)
-    return found
+    return messages
 
 
 def flip_last_byte(file: Path) -> None:
@@ -178,7 +178,7 @@ def fail_while_writing(directory: str) -> dict[str, str]:
     trainer.save(root / "ckpt")
     saved = {name: trainer.parameters[name].detach().clone() for name in trainer.parameters}
     trainer.step(batch)
-    found = {}
+    messages = {}
 
     def full_disk(*args: object) -> Any:
         raise OSError(28, "No space left on device")
@@ -186,15 +186,15 @@ def fail_while_writing(directory: str) -> dict[str, str]:
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(shards.StoredPart, "view", full_disk)
-        found["tensors"] = refused(lambda: trainer.save(root / "ckpt"))
+        messages["tensors"] = refused(lambda: trainer.save(root / "ckpt"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "write_atomically", full_disk)
-        found["trainer"] = refused(lambda: trainer.save(root / "ckpt"))
-    found["left"] = ", ".join(sorted(one.name.split("-")[0] for one in (root / "ckpt").iterdir()))
+        messages["trainer"] = refused(lambda: trainer.save(root / "ckpt"))
+    messages["left"] = ", ".join(sorted(path.name.split("-")[0] for path in (root / "ckpt").iterdir()))
     trainer.load(root / "ckpt")
     assert all(torch.equal(saved[name], trainer.parameters[name]) for name in saved)
     assert trainer.step_number == 0
-    return found
+    return messages
 
 
 def save_several_and_damage_the_last(directory: str) -> tuple[list[str], str, int]:
@@ -202,7 +202,7 @@ def save_several_and_damage_the_last(directory: str) -> tuple[list[str], str, in
     for _ in range(4):
         trainer.step(batch)
         trainer.save_in(directory, keep=3)
-    names = sorted(one.name for one in Path(directory).iterdir())
+    names = sorted(path.name for path in Path(directory).iterdir())
     dist.barrier()
     if dist.get_rank() == 0:
         flip_last_byte(next(Path(directory, names[-1]).glob("data-*/__1_0.distcp")))
@@ -278,13 +278,13 @@ def test_training_goes_on_under_another_layout(
     expected = under(ranks, saved, train_and_save, path, saved, optimizer)[0]
     assert expected.num_split == 0 or "tp2" in saved
     for layout in loaded:
-        for found in under(ranks, layout, load_and_train, path, layout, optimizer):
-            assert found.losses == pytest.approx(expected.losses, rel=TOLERANCE)
-            assert largest_error(found.state, expected.state) <= TOLERANCE
-            assert found.lrs == expected.lrs
-            assert found.step_number == expected.step_number == STEPS_BEFORE + STEPS_AFTER
-            assert bool(found.num_split) == ("tp2" in layout)
-            assert found.blocks == (3 if "tp2" in layout else 1), "the fused projection is three blocks"
+        for run in under(ranks, layout, load_and_train, path, layout, optimizer):
+            assert run.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+            assert largest_error(run.state, expected.state) <= TOLERANCE
+            assert run.lrs == expected.lrs
+            assert run.step_number == expected.step_number == STEPS_BEFORE + STEPS_AFTER
+            assert bool(run.num_split) == ("tp2" in layout)
+            assert run.blocks == (3 if "tp2" in layout else 1), "the fused projection is three blocks"
 
 
 @pytest.mark.parametrize(("layout", "optimizer", "dropout"), [("dp2", "NAdam", 0.2), ("tp2", "AdamW", 0.2)])
@@ -294,9 +294,9 @@ def test_training_goes_on_bit_by_bit_under_the_same_layout(
     path = str(tmp_path / "ckpt")
     expected = under(ranks, layout, train_and_save, path, layout, optimizer, dropout)
     inner = under(ranks, layout, load_and_train, path, layout, optimizer, dropout)
-    for one, other in zip(inner, expected, strict=True):
-        assert one.losses == other.losses
-        assert all(torch.equal(one.state[name], other.state[name]) for name in other.state)
+    for run, other in zip(inner, expected, strict=True):
+        assert run.losses == other.losses
+        assert all(torch.equal(run.state[name], other.state[name]) for name in other.state)
 
 
 def test_replicated_tensors_are_written_once(ranks: Ranks, tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def test_replicated_tensors_are_written_once(ranks: Ranks, tmp_path: Path) -> No
     for layout in ("one rank", "dp2"):
         path = tmp_path / layout
         under(ranks, layout, save_mlp, str(path), LAYOUTS[layout])
-        sizes[layout] = [one.stat().st_size for one in path.glob("data-*/*.distcp")]
+        sizes[layout] = [file.stat().st_size for file in path.glob("data-*/*.distcp")]
     assert len(sizes["dp2"]) == 2, "both ranks write"
     assert sum(sizes["dp2"]) == pytest.approx(sum(sizes["one rank"]), rel=0.01)
 

@@ -110,8 +110,8 @@ def without_mpi() -> str:
 
 
 def test_a_plan_that_wants_mpi_is_refused_where_mpi_did_not_start_the_ranks(ranks: Ranks) -> None:
-    for rank, told in enumerate(ranks(2, without_mpi)):
-        assert told.startswith(f"rank {rank}: a plan wants MPI's collectives, and the ranks were not started by MPI")
+    for rank, message in enumerate(ranks(2, without_mpi)):
+        assert message.startswith(f"rank {rank}: a plan wants MPI's collectives, and the ranks were not started by MPI")
 
 
 def too_few(fan_outs: tuple[int, ...]) -> str:
@@ -128,10 +128,10 @@ def too_few(fan_outs: tuple[int, ...]) -> str:
 
 
 def test_a_cluster_whose_levels_do_not_hold_the_ranks_is_refused_on_all_of_them(ranks: Ranks) -> None:
-    told = "cluster cpu-local: there are 4 ranks, but its levels hold 1 x 2 = 2\n  -> start 2 ranks, or correct"
-    assert all(result.startswith(told) for result in ranks(4, too_few, (1, 2)))
-    told = "cluster cpu-local: 4 devices do not fill whole units of level 'l0', which hold 3"
-    assert all(result.startswith(told) for result in ranks(4, too_few, (3, 4)))
+    message = "cluster cpu-local: there are 4 ranks, but its levels hold 1 x 2 = 2\n  -> start 2 ranks, or correct"
+    assert all(result.startswith(message) for result in ranks(4, too_few, (1, 2)))
+    message = "cluster cpu-local: 4 devices do not fill whole units of level 'l0', which hold 3"
+    assert all(result.startswith(message) for result in ranks(4, too_few, (3, 4)))
     assert ranks(4, too_few, (2, 2)) == [""] * 4
     assert ranks(4, too_few, (4, 2)) == [""] * 4, "one of two units"
 
@@ -157,10 +157,10 @@ def mpi_gives_the_same() -> int:
         for num in (0, 1, 1000):
             value = (torch.arange(size * num).view(size, num) * (world.rank() + 1)).to(dtype)
             for op in ("sum", "max"):
-                one, other = value.clone(), value.clone()
-                theirs.all_reduce(one, op).wait()
+                result, other = value.clone(), value.clone()
+                theirs.all_reduce(result, op).wait()
                 ours.all_reduce(other, op).wait()
-                assert torch.equal(one, other)
+                assert torch.equal(result, other)
                 parts = [torch.empty(num, dtype=dtype) for _ in range(2)]
                 theirs.reduce_scatter(value, parts[0], op).wait()
                 ours.reduce_scatter(value, parts[1], op).wait()
@@ -175,9 +175,9 @@ def mpi_gives_the_same() -> int:
     for name in ("mpi", "halving", "native"):
         options = world.group_name, size, f"all_gather {name}; reduce_scatter {name}"
         flat = wait(gather_parts_start(many, *options))
-        for one, whole_one in zip(many, flat.split([size * one.numel() for one in many]), strict=True):
-            assert torch.equal(whole_one, torch.arange(1.0, size + 1).repeat_interleave(one.numel()))
-        sums = wait(reduce_to_parts_start([torch.ones(size * one.numel()) for one in many], *options))
+        for tensor, gathered in zip(many, flat.split([size * tensor.numel() for tensor in many]), strict=True):
+            assert torch.equal(gathered, torch.arange(1.0, size + 1).repeat_interleave(tensor.numel()))
+        sums = wait(reduce_to_parts_start([torch.ones(size * tensor.numel()) for tensor in many], *options))
         assert torch.equal(sums, torch.full_like(sums, size))
         done += 1
     with pytest.raises(RankError, match="MPI does not reduce bfloat16"):

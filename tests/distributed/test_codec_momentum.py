@@ -115,7 +115,7 @@ def test_a_selections_momentum_is_of_the_ranks_own_gradients(text: str, algorith
     u = [torch.zeros(LENGTH, dtype=torch.float64) for _ in range(num_ranks)]
     for step in range(6):
         gradients, v = values_of(num_ranks, LENGTH, seed=step), exchanges.kept("residual")
-        found = exchanges.scatter(gradients) if scatters else exchanges.sum(gradients)
+        results = exchanges.scatter(gradients) if scatters else exchanges.sum(gradients)
         left = exchanges.kept("residual")
         total = torch.zeros(LENGTH, dtype=torch.float64)
         for rank, gradient in enumerate(gradients):
@@ -128,7 +128,7 @@ def test_a_selections_momentum_is_of_the_ranks_own_gradients(text: str, algorith
                 torch.testing.assert_close(left[rank], v[rank], rtol=1e-12, atol=1e-12)
         if codec.momentum:
             torch.testing.assert_close(exchanges.kept("momentum"), u, rtol=1e-12, atol=1e-12)
-        for result in found:
+        for result in results:
             torch.testing.assert_close(result + torch.stack(left).sum(0), total, rtol=1e-9, atol=1e-9)
 
 

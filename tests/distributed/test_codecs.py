@@ -81,13 +81,13 @@ SUMS = ("powersgd", "randk")
 
 def pairs(codecs: Sequence[str]) -> list[Any]:
     """Every codec under ``dp2``, and every layout with a codec that it takes, in turn; `make matrix` has the others."""
-    found = {("dp2", codec) for codec in codecs}
-    cases = [pytest.param(*case) for case in sorted(found)]
+    combinations = {("dp2", codec) for codec in codecs}
+    cases = [pytest.param(*case) for case in sorted(combinations)]
     for turn, (layout, sizes) in enumerate(LAYOUTS.items()):
         cut = "zero" in sizes and "zero_ranks" not in sizes
         usable = [codec for codec in codecs if not (cut and codec.startswith(SUMS))]
         taken = usable[turn % len(usable)]
-        for codec in (codec for codec in usable if (layout, codec) not in found):
+        for codec in (codec for codec in usable if (layout, codec) not in combinations):
             cases.append(pytest.param(layout, codec, marks=() if codec == taken else pytest.mark.product))
     return cases
 
@@ -132,12 +132,12 @@ def total_residuals(trainer: mw.Trainer) -> dict[str, Tensor]:
     totals = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
     _, parts = trainer._codecs.extract(trainer.parameters)
     seen: set[tuple[str, tuple[int, ...]]] = set()
-    mine = [
+    own_chunks = [
         (entry, chunk.offsets, chunk.sizes, part.view(chunk).clone())
         for entry, part in parts.items() if ".residual." in entry for chunk in part.chunks
     ]  # fmt: skip
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
+    dist.all_gather_object(every, own_chunks)
     for entry, offsets, sizes, value in (chunk for each in every for chunk in each):
         if (entry, offsets) not in seen:  # replicas hold the same
             seen.add((entry, offsets))
@@ -218,9 +218,9 @@ def test_a_run_goes_on_bit_for_bit_from_its_checkpoint(ranks: Ranks, codec: str,
     for layout in ("dp2", "dp2 x tp2", "pp2"):
         size = mw.Layout(**LAYOUTS[layout]).num_ranks
         before, expected = ranks(size, saved, layout, codec, tmp_path / layout)[0]
-        after, found = ranks(size, loaded, layout, codec, tmp_path / layout)[0]
+        after, parameters = ranks(size, loaded, layout, codec, tmp_path / layout)[0]
         assert all(torch.equal(after[name], before[name]) for name in before), layout
-        assert all(torch.equal(found[name], expected[name]) for name in expected), layout
+        assert all(torch.equal(parameters[name], expected[name]) for name in expected), layout
 
 
 @pytest.mark.parametrize("codec", ["qsgd(4, feedback=on)", "topk(10%)"])
@@ -309,15 +309,15 @@ def momenta(layout: str) -> tuple[float, float, bool]:
     warm = trainer.full_state_dict(all_ranks=True)
     for batch in given.batches:
         trainer.step(batch)
-    found, moved = 0.0, trainer.full_state_dict(all_ranks=True)
+    error, moved = 0.0, trainer.full_state_dict(all_ranks=True)
     _, parts = trainer._codecs.extract(trainer.parameters)
     for entry, part in parts.items():
         if entry.startswith("codec.momentum."):
             name = entry.removeprefix("codec.momentum.").rpartition(".")[0]
             own = trainer.optimizer.state[trainer.parameters.own[name]]["exp_avg"]
             if own.shape == part.value.shape:
-                found = max(found, float((own - part.value).abs().max()))
-    return oracle.largest_error(warm, expected), found, any(not torch.equal(moved[name], warm[name]) for name in warm)
+                error = max(error, float((own - part.value).abs().max()))
+    return oracle.largest_error(warm, expected), error, any(not torch.equal(moved[name], warm[name]) for name in warm)
 
 
 @pytest.mark.parametrize("layout", ["dp2", "dp4", "dp2 x tp2", "m2"])
@@ -403,11 +403,11 @@ def test_a_step_that_is_not_accepted_leaves_all_as_it_was(
     ranks: Ranks, layout: str, codec: str, precision: Precision
 ) -> None:
     size = mw.Layout(**LAYOUTS[layout]).num_ranks
-    for found, expected in zip(
+    for state, expected in zip(
         *(ranks(size, skipping, layout, codec, precision, bad) for bad in (True, False)), strict=True
     ):
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[name], expected[name]) for name in expected)
 
 
 def refused_by_verify() -> str:

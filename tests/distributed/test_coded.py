@@ -58,10 +58,10 @@ class Counted(Loopback):
 def threads(num_ranks: int, slots: int = 3) -> list[Collectives]:
     """The collectives of ranks that are threads."""
     lanes: list[dict[int, Lane]] = [{} for _ in range(num_ranks)]
-    for one in range(num_ranks):
-        for other in range(one):
+    for rank in range(num_ranks):
+        for other in range(rank):
             there, back = queue.Queue[tuple[Tensor, int]](slots), queue.Queue[tuple[Tensor, int]](slots)
-            lanes[one][other], lanes[other][one] = Counted(there, back, other), Counted(back, there, one)
+            lanes[rank][other], lanes[other][rank] = Counted(there, back, other), Counted(back, there, rank)
     return [Collectives(rank, num_ranks, each) for rank, each in enumerate(lanes)]
 
 
@@ -185,8 +185,8 @@ def test_elements_of_every_dtype(codec: str, dtype: torch.dtype) -> None:
         given = sum(values_of(3, 500)) + 0.1 * sum(values_of(3, 500, seed=1))
         values, residuals, _ = all_reduced(3, name, codec, 500, dtype, True)
         assert all(torch.equal(value, values[0]) for value in values)
-        found = values[0].double() + sum(each.double() for each in residuals)
-        torch.testing.assert_close(found, given, rtol=16 * digits, atol=16 * digits)
+        total = values[0].double() + sum(each.double() for each in residuals)
+        torch.testing.assert_close(total, given, rtol=16 * digits, atol=16 * digits)
 
 
 @pytest.mark.parametrize("codec", ["qsgd(8)", "lossless", "topk(20%)", "topk(20%)+qsgd(8)"])
@@ -262,13 +262,13 @@ def test_one_rank_sends_nothing_and_changes_nothing() -> None:
 
 
 def test_equal_draws_give_equal_bits_and_other_draws_others() -> None:
-    found = []
+    results = []
     for draw in (1, 1, 2):
         values = values_of(2, 300, torch.float32)
         all_reduce(values, None, "qsgd(2)", "ring", draw)
-        found.append(values[0])
-    assert torch.equal(found[0], found[1])
-    assert not torch.equal(found[0], found[2])
+        results.append(values[0])
+    assert torch.equal(results[0], results[1])
+    assert not torch.equal(results[0], results[2])
 
 
 @pytest.mark.parametrize("codec", [*FIXED, *VARYING])
@@ -305,7 +305,7 @@ def test_lanes_carry_the_bytes_of_the_closed_forms(codec: str, num_ranks: int) -
 def test_a_compressed_message_is_at_most_as_long_as_said(num_ranks: int) -> None:
     _, _, counted = all_reduced(num_ranks, "ring", "lossless", 700, torch.float32, False)
     most = closed_form("all_reduce", "ring", num_ranks, 700, codec_of("lossless"), 4, CHUNK)
-    assert all(found <= limit for found, limit in zip(counted, most, strict=True))
+    assert all(num_bytes <= limit for num_bytes, limit in zip(counted, most, strict=True))
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
@@ -400,7 +400,7 @@ def over(kind: str) -> list[tuple[bytes, float]]:
     """The bits of results with every codec, beside how far results and residuals are from what was given."""
     world = dist.group.WORLD
     assert world is not None
-    ours, found = over_lanes(kind), []
+    ours, results = over_lanes(kind), []
     rank, size = ours.rank, ours.num_ranks
     with small_messages(2**19 if kind == "wires" else 1024), pytest.MonkeyPatch.context() as patch:
         patch.setattr(executor, "coder_of", small_chunks)
@@ -411,9 +411,9 @@ def over(kind: str) -> list[tuple[bytes, float]]:
                 ours.coded_all_reduce(values[rank], residuals[rank], codec_of(codec), 1, name).wait()
                 dist.all_reduce(residuals[rank])
                 off = float((values[rank] + residuals[rank] - total).abs().max())
-                found.append((values[rank].numpy().tobytes(), off))
+                results.append((values[rank].numpy().tobytes(), off))
     ours._coded_kinds.clear()  # whose chunks are small
-    return found
+    return results
 
 
 def over_lanes(kind: str) -> Collectives:
@@ -448,22 +448,22 @@ def beside_dense(kind: str) -> bool:
     size, rank, waiting = ours.num_ranks, ours.rank, list[tuple[Work, Tensor, Tensor]]()
     codecs = ("qsgd(8)", "lossless", "topk(100%)", "threshold(0)", "fp16")
     for index in range(40):
-        whole = [torch.full((1 + 3000 * (index % 7),), float(index % 5 + one)) for one in range(size)]
-        mine, total = whole[rank].clone(), torch.stack(whole).sum(0)
+        whole = [torch.full((1 + 3000 * (index % 7),), float(index % 5 + peer)) for peer in range(size)]
+        value, total = whole[rank].clone(), torch.stack(whole).sum(0)
         work: Work
         if index % 3:
             codec = codec_of(codecs[index % len(codecs)])
-            work = ours.coded_all_reduce(mine, None, codec, index, ("ring", "shares")[index % 2], f"coded {index}")
+            work = ours.coded_all_reduce(value, None, codec, index, ("ring", "shares")[index % 2], f"coded {index}")
         else:
-            work = ours.all_reduce(mine, "sum", "ring", f"dense {index}")
-        waiting.append((work, mine, total))
+            work = ours.all_reduce(value, "sum", "ring", f"dense {index}")
+        waiting.append((work, value, total))
         if index % 4 == 3:
-            work, mine, total = waiting.pop(index % len(waiting))
+            work, value, total = waiting.pop(index % len(waiting))
             work.wait()
-            torch.testing.assert_close(mine, total, rtol=0.05, atol=0)
-    for work, mine, total in waiting:
+            torch.testing.assert_close(value, total, rtol=0.05, atol=0)
+    for work, value, total in waiting:
         work.wait()
-        torch.testing.assert_close(mine, total, rtol=0.05, atol=0)
+        torch.testing.assert_close(value, total, rtol=0.05, atol=0)
     return True
 
 
@@ -476,13 +476,13 @@ def behind_dense() -> bool:
     """Selections whose first messages leave early, before a dense collective of one round is finished."""
     ours = over_lanes("wires")
     for step in range(3):
-        value, mine = torch.ones(1), torch.arange(50_000.0) + step
+        value, elements = torch.ones(1), torch.arange(50_000.0) + step
         dense = ours.all_reduce(value, "sum", "butterfly")
-        coded = ours.coded_all_reduce(mine, None, codec_of("topk(100%)"), step, "shares")
+        coded = ours.coded_all_reduce(elements, None, codec_of("topk(100%)"), step, "shares")
         dense.wait()
         coded.wait()
         assert value.item() == ours.num_ranks
-        torch.testing.assert_close(mine, ours.num_ranks * (torch.arange(50_000.0) + step))
+        torch.testing.assert_close(elements, ours.num_ranks * (torch.arange(50_000.0) + step))
     return True
 
 

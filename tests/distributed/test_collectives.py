@@ -49,53 +49,55 @@ def run_all(ours: Collectives, seed: int = 0) -> int:
     rank, size, draw = ours.rank, ours.num_ranks, random.Random(seed)
     done = 0
     for num in SIZES:
-        values = [_values(num, one, seed) for one in range(size)]
-        parts = [torch.stack([_values(num, one + size * other, seed) for other in range(size)]) for one in range(size)]
+        values = [_values(num, peer, seed) for peer in range(size)]
+        parts = [
+            torch.stack([_values(num, peer + size * other, seed) for other in range(size)]) for peer in range(size)
+        ]
         for name in ALGORITHMS["all_reduce"]:
-            mine = values[rank].clone()
-            ours.all_reduce(mine, "sum", name).wait()
-            _close(mine, sum(values))
+            value = values[rank].clone()
+            ours.all_reduce(value, "sum", name).wait()
+            _close(value, sum(values))
             done += 1
         for op, reduce in (("max", torch.maximum), ("min", torch.minimum)):
-            mine, expected = values[rank].clone(), values[0]
+            value, expected = values[rank].clone(), values[0]
             for other in values[1:]:
                 expected = reduce(expected, other)
-            ours.all_reduce(mine, op, "ring").wait()
-            assert torch.equal(mine, expected)
+            ours.all_reduce(value, op, "ring").wait()
+            assert torch.equal(value, expected)
         for name in ALGORITHMS["reduce_scatter"]:
-            mine, into = parts[rank].clone(), torch.empty(num, dtype=torch.float64)
-            ours.reduce_scatter(mine, into, "sum", name).wait()
+            value, into = parts[rank].clone(), torch.empty(num, dtype=torch.float64)
+            ours.reduce_scatter(value, into, "sum", name).wait()
             _close(into, sum(part[rank] for part in parts))
-            assert torch.equal(mine, parts[rank]), "the input stays"
+            assert torch.equal(value, parts[rank]), "the input stays"
             whole = torch.empty(size, num, dtype=torch.float64)
             ours.all_gather(values[rank], whole, name).wait()
             assert torch.equal(whole, torch.stack(values))
         for name in ALGORITHMS["reduce"]:
             root = draw.randrange(size)
-            mine = values[rank].clone()
-            ours.broadcast(mine, root, name).wait()
-            assert torch.equal(mine, values[root])
-            mine = values[rank].clone()
-            ours.reduce(mine, root, "sum", name).wait()
+            value = values[rank].clone()
+            ours.broadcast(value, root, name).wait()
+            assert torch.equal(value, values[root])
+            value = values[rank].clone()
+            ours.reduce(value, root, "sum", name).wait()
             if rank == root:
-                _close(mine, sum(values))
+                _close(value, sum(values))
         for name in ALGORITHMS["gather"]:
             root = draw.randrange(size)
             whole = torch.empty(size, num, dtype=torch.float64)
             ours.gather(values[rank], whole, root, name).wait()
             if rank == root:
                 assert torch.equal(whole, torch.stack(values))
-            mine = parts[rank].clone()
-            ours.scatter(mine, root, name).wait()
-            assert torch.equal(mine[rank], parts[root][rank])
+            value = parts[rank].clone()
+            ours.scatter(value, root, name).wait()
+            assert torch.equal(value[rank], parts[root][rank])
         some = [[draw.randrange(num + 1) for _ in range(size)] for _ in range(size)]
         alone = [[num * (i == 0 and j == size - 1) for j in range(size)] for i in range(size)]
         for name, counts in itertools.product(ALGORITHMS["all_to_all"], (some, alone)):
             sent = [torch.cat([_values(n, 7 * i + j, seed) for j, n in enumerate(row)]) for i, row in enumerate(counts)]
-            came = [sent[i].split(row)[rank] for i, row in enumerate(counts)]
-            into = torch.empty(sum(map(len, came)), dtype=torch.float64)
+            received = [sent[i].split(row)[rank] for i, row in enumerate(counts)]
+            into = torch.empty(sum(map(len, received)), dtype=torch.float64)
             ours.all_to_all(sent[rank], into, counts, name).wait()
-            assert torch.equal(into, torch.cat(came))
+            assert torch.equal(into, torch.cat(received))
     for name in ALGORITHMS["barrier"]:
         ours.barrier(name)
     return done
@@ -105,8 +107,8 @@ def _values(num: int, rank: int, seed: int) -> Tensor:
     return torch.randn(num, dtype=torch.float64, generator=torch.Generator().manual_seed(1000 * seed + rank))
 
 
-def _close(found: Tensor, expected: Tensor | int) -> None:
-    torch.testing.assert_close(found, torch.as_tensor(expected), rtol=1e-12, atol=1e-12)
+def _close(actual: Tensor, expected: Tensor | int) -> None:
+    torch.testing.assert_close(actual, torch.as_tensor(expected), rtol=1e-12, atol=1e-12)
 
 
 def over_shared_memory(message_bytes: int, short_bytes: int) -> int:
@@ -171,44 +173,44 @@ def test_every_algorithm_between_threads(num_ranks: int) -> None:
     """Lanes that hold three messages, of 64 bytes each."""
     each = threads(num_ranks, slots=3)
     with small_messages(64):
-        found = together([lambda one=one: run_all(one) for one in each])  # type: ignore[misc]
-    assert found == [len(SIZES) * len(ALGORITHMS["all_reduce"])] * num_ranks
+        counts = together([lambda ours=ours: run_all(ours) for ours in each])  # type: ignore[misc]
+    assert counts == [len(SIZES) * len(ALGORITHMS["all_reduce"])] * num_ranks
 
 
 def threads(num_ranks: int, slots: int) -> list[Collectives]:
     lanes: list[dict[int, Lane]] = [{} for _ in range(num_ranks)]
-    for one in range(num_ranks):
-        for other in range(one):
-            lanes[one][other], lanes[other][one] = Loopback.pair(one, other, slots)
+    for rank in range(num_ranks):
+        for other in range(rank):
+            lanes[rank][other], lanes[other][rank] = Loopback.pair(rank, other, slots)
     return [Collectives(rank, num_ranks, each) for rank, each in enumerate(lanes)]
 
 
 def together(calls: list[Callable[[], object]]) -> list[object]:
     """What calls return that are made at the same time, each in a thread of its own."""
-    found: list[object] = [None] * len(calls)
+    results: list[object] = [None] * len(calls)
 
     def call(index: int) -> None:
         try:
-            found[index] = calls[index]()
+            results[index] = calls[index]()
         except Exception as error:  # noqa: BLE001 - told by the comparison with what was expected
-            found[index] = error
+            results[index] = error
 
     started = [threading.Thread(target=call, args=(index,)) for index in range(len(calls))]
-    for one in started:
-        one.start()
-    for one in started:
-        one.join(60)
-    return found
+    for thread in started:
+        thread.start()
+    for thread in started:
+        thread.join(60)
+    return results
 
 
 def test_seven_workers_add_up_along_a_binary_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     """The published example (tree-7), executed: 11 and 14 at the inner workers, 35 everywhere."""
     sums: list[float] = []
 
-    def add(mine: Tensor, theirs: Tensor) -> Tensor:
-        mine.add_(theirs)
-        sums.append(float(mine))
-        return mine
+    def add(total: Tensor, theirs: Tensor) -> Tensor:
+        total.add_(theirs)
+        sums.append(float(total))
+        return total
 
     monkeypatch.setitem(collective_kind.REDUCE, "sum", add)
     values = [torch.tensor([float(value)]) for value in (10, 4, 7, 2, 5, 1, 6)]
@@ -229,13 +231,13 @@ def run_along(ours: Collectives, boxes: str) -> int:
     """Every algorithm along these levels; how many were compared."""
     rank, size, done = ours.rank, ours.num_ranks, 0
     for num in (0, 7, 400):
-        values = [_values(num, one, 1) for one in range(size)]
-        parts = [torch.stack([_values(num, one + size * other, 1) for other in range(size)]) for one in range(size)]
+        values = [_values(num, peer, 1) for peer in range(size)]
+        parts = [torch.stack([_values(num, peer + size * other, 1) for other in range(size)]) for peer in range(size)]
         for across in ACROSS_BY_OPERATION["all_reduce"]:
             for name in (written("star", across, boxes), written("ring", across, boxes, 3)):
-                mine = values[rank].clone()
-                ours.all_reduce(mine, "sum", name).wait()
-                _close(mine, sum(values))
+                value = values[rank].clone()
+                ours.all_reduce(value, "sum", name).wait()
+                _close(value, sum(values))
                 done += 1
         for across in ACROSS_BY_OPERATION["reduce_scatter"] if "." not in boxes or boxes == "0.2|1.3" else ():
             name, into = written("star", across, boxes), torch.empty(num, dtype=torch.float64)
@@ -251,9 +253,9 @@ def run_along(ours: Collectives, boxes: str) -> int:
 def in_boxes(boxes: str) -> tuple[int, str]:
     """Ranks of a box share memory, others send and receive; how many were compared, and over which lanes."""
     rank, size = _world().rank(), _world().size()
-    found = read(f"star+ring@{boxes}")
-    assert found is not None
-    (box,) = [leaves(box) for box in found.boxes if rank in leaves(box)]
+    algorithm = read(f"star+ring@{boxes}")
+    assert algorithm is not None
+    (box,) = [leaves(box) for box in algorithm.boxes if rank in leaves(box)]
     lanes: dict[int, Lane] = {}
     for peer in range(size):
         if peer in box and peer != rank:
@@ -271,18 +273,19 @@ def in_boxes(boxes: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize("boxes", ["2x2", "0.2|1.3", "0.1.2|3"])
 def test_every_algorithm_along_levels_over_memory_and_links(ranks: Ranks, boxes: str) -> None:
-    found = ranks(4, in_boxes, boxes)
-    assert [done for done, _ in found] == [24 if boxes == "0.1.2|3" else 33] * 4
+    results = ranks(4, in_boxes, boxes)
+    assert [done for done, _ in results] == [24 if boxes == "0.1.2|3" else 33] * 4
     if boxes == "2x2":
-        assert found[0][1] == ". SharedMemory TorchLane TorchLane"
+        assert results[0][1] == ". SharedMemory TorchLane TorchLane"
 
 
 @pytest.mark.parametrize("boxes", ["2x2", "2x3", "2x2x2", "0.1|2||3.4"])
 def test_every_algorithm_along_levels_between_threads(boxes: str) -> None:
-    found = read(f"star+ring@{boxes}")
-    assert found is not None
+    algorithm = read(f"star+ring@{boxes}")
+    assert algorithm is not None
     with small_messages(64):
-        done = together([lambda one=one: run_along(one, boxes) for one in threads(len(leaves(found.boxes)), slots=3)])  # type: ignore[misc]
+        each = threads(len(leaves(algorithm.boxes)), slots=3)
+        done = together([lambda ours=ours: run_along(ours, boxes) for ours in each])  # type: ignore[misc]
     assert set(done) == {24 if "|" in boxes else 33}
 
 
@@ -297,11 +300,11 @@ def overlapping(seed: int) -> bool:
     for index in range(60):
         num = draw.choice([0, 1, 7, 1000, 300_000, draw.randrange(20_000)])
         dtype = draw.choice([torch.float32, torch.float64, torch.bfloat16, torch.int64])
-        name = draw.choice([one for one in ALGORITHMS["all_reduce"] if one != "one-by-one"])
-        whole = [torch.full((num,), index % 5 + one, dtype=dtype) for one in range(size)]
-        mine = whole[rank].clone()
+        name = draw.choice([algorithm for algorithm in ALGORITHMS["all_reduce"] if algorithm != "one-by-one"])
+        whole = [torch.full((num,), index % 5 + peer, dtype=dtype) for peer in range(size)]
+        result = whole[rank].clone()
         expected = torch.stack(whole).sum(0, dtype=dtype)
-        waiting.append((ours.all_reduce(mine, "sum", name, f"{index}"), mine, expected))
+        waiting.append((ours.all_reduce(result, "sum", name, f"{index}"), result, expected))
         if draw.random() < 0.05:
             time.sleep(0.002 * rank)
         while waiting and draw.random() < 0.4:
@@ -343,19 +346,19 @@ Short = tuple[int, torch.dtype, str, str]
 
 def short(cases: list[Short]) -> list[bytes]:
     """All-reduces of one message a round, one after the other; the bits of their results."""
-    ours, size, found = _ours(), _world().size(), []
+    ours, size, bits = _ours(), _world().size(), []
     for number, (num, dtype, op, label) in enumerate(cases):
-        values = [100 * _values(num, one, number) for one in range(size)]
+        values = [100 * _values(num, peer, number) for peer in range(size)]
         values = [value > 0 if dtype == torch.bool else value.to(dtype) for value in values]
-        mine = values[ours.rank].clone()
-        ours.all_reduce(mine, op, "butterfly", label).wait()
+        result = values[ours.rank].clone()
+        ours.all_reduce(result, op, "butterfly", label).wait()
         while len(values) > 1:  # a butterfly adds up neighbours, then pairs of them
             values = [
                 collective_kind.REDUCE[op](value, other) for value, other in zip(values[::2], values[1::2], strict=True)
             ]
-        assert torch.equal(mine, values[0])
-        found.append(mine.view(torch.uint8).numpy().tobytes() if num else b"")
-    return found
+        assert torch.equal(result, values[0])
+        bits.append(result.view(torch.uint8).numpy().tobytes() if num else b"")
+    return bits
 
 
 CASES = st.lists(
@@ -383,21 +386,21 @@ def test_short_all_reduces_of_any_kind_have_the_same_bits_everywhere(
 def elsewhere() -> list[list[float]]:
     """All-reduces of short tensors that are not simply in memory of their own: strided, of a parameter, at an address
     at which there was another."""
-    ours, found = _ours(), []
+    ours, results = _ours(), []
     spread = torch.arange(8.0)[::2]
     ours.all_reduce(spread).wait()
-    found.append(spread.tolist())
+    results.append(spread.tolist())
     parameter = torch.nn.Parameter(torch.ones(4))
     with torch.no_grad():
         ours.all_reduce(parameter).wait()
-    found.append(parameter.tolist())
+    results.append(parameter.tolist())
     kept = []
     for number in range(2 * collective_kind.ARRAYS):  # half of them stay, so that addresses both return and do not
-        one = torch.full((4,), float(number))
-        ours.all_reduce(one).wait()
-        found.append(one.tolist())
-        kept += [one] * (number % 2)
-    return found
+        tensor = torch.full((4,), float(number))
+        ours.all_reduce(tensor).wait()
+        results.append(tensor.tolist())
+        kept += [tensor] * (number % 2)
+    return results
 
 
 def test_short_tensors_may_lie_anywhere(ranks: Ranks) -> None:
@@ -415,7 +418,7 @@ def infinite(num: int) -> list[float]:
 
 @pytest.mark.parametrize("num", [2, 10_000])
 def test_infinities_are_added_without_a_word(ranks: Ranks, num: int) -> None:
-    assert all(math.isnan(one) for each in ranks(2, infinite, num) for one in each)
+    assert all(math.isnan(value) for each in ranks(2, infinite, num) for value in each)
 
 
 def alike(repeats: int) -> str:
@@ -434,10 +437,10 @@ def alike(repeats: int) -> str:
 
 
 def test_of_collectives_that_are_alike_the_last_is_named(ranks: Ranks) -> None:
-    told = ranks(2, alike, 20)[0]
-    assert "rank 0 is in #21 all_reduce of 3 x float32, sum, butterfly (loss)" in told
+    text = ranks(2, alike, 20)[0]
+    assert "rank 0 is in #21 all_reduce of 3 x float32, sum, butterfly (loss)" in text
     assert (
-        "rank 1 was in #20 all_reduce of 3 x float32, sum, butterfly (loss), has last sent to this rank in #20" in told
+        "rank 1 was in #20 all_reduce of 3 x float32, sum, butterfly (loss), has last sent to this rank in #20" in text
     )
 
 
@@ -489,12 +492,12 @@ def test_ranks_that_differ_are_named_with_what_each_was_in(ranks: Ranks, kind: s
 @pytest.mark.parametrize("kind", THEIRS)
 def test_all_of_three_report_that_one_differs(ranks: Ranks, kind: str, lanes: str) -> None:
     """Also one that waits for a rank that does as it does."""
-    told = ranks(3, differing, kind, lanes)
+    reports = ranks(3, differing, kind, lanes)
     theirs = THEIRS[kind].format(30)
-    for rank, report in enumerate(told):
+    for rank, report in enumerate(reports):
         assert "it sent " in report, report
         assert f"rank {rank} is in #2 {theirs if rank == 2 else USUAL}" in report
-    assert any(f"rank 2 was in #2 {theirs}" in report for report in told[:2]), told
+    assert any(f"rank 2 was in #2 {theirs}" in report for report in reports[:2]), reports
 
 
 def lost(lanes: str, after: int, num: int, algorithm: str) -> None:
@@ -545,19 +548,19 @@ def share_and_forget() -> tuple[int, int, list[str]]:
     """How much more of this process's memory is shared with another rank: while there are collectives, and after they
     failed and were dropped; and the files that it maps (others of this machine may make theirs meanwhile)."""
     before, usual = _mapped_files(), _shared_parts()
-    me, others = _world().rank(), [one for one in range(_world().size()) if one != _world().rank()]
+    me, others = _world().rank(), [peer for peer in range(_world().size()) if peer != _world().rank()]
     store = _world().get_group_store()
-    made = {peer: shared_memory.SharedMemory.connect(store, "forgotten", me, peer, 60.0, 8) for peer in others}
-    for lane in made.values():
+    lanes = {peer: shared_memory.SharedMemory.connect(store, "forgotten", me, peer, 60.0, 8) for peer in others}
+    for lane in lanes.values():
         assert lane is not None
         lane.timeout_s = 0.2
-    ours = Collectives(me, _world().size(), {peer: lane for peer, lane in made.items() if lane is not None})
+    ours = Collectives(me, _world().size(), {peer: lane for peer, lane in lanes.items() if lane is not None})
     held = _shared_parts() - usual
     if me == 0:
         with pytest.raises(LostRankError):
             ours.all_reduce(torch.zeros(500_000), algorithm="ring").wait()
     files = sorted(_mapped_files() - before)
-    del ours, made, lane
+    del ours, lanes, lane
     return held, _shared_parts() - usual, files
 
 
@@ -592,11 +595,11 @@ def late() -> str:
 
 
 def test_a_rank_that_does_not_come_is_named_after_the_timeout(ranks: Ranks) -> None:
-    told = ranks(2, late)[0]
-    assert told.startswith("rank 1: it has sent nothing for 0.1 s")
-    assert "rank 0 is in #2 all_reduce of 10 x float32, sum, butterfly (second)" in told
+    text = ranks(2, late)[0]
+    assert text.startswith("rank 1: it has sent nothing for 0.1 s")
+    assert "rank 0 is in #2 all_reduce of 10 x float32, sum, butterfly (second)" in text
     assert (
-        "rank 1 was in #1 all_reduce of 3 x float32, sum, butterfly (first), has last sent to this rank in #1" in told
+        "rank 1 was in #1 all_reduce of 3 x float32, sum, butterfly (first), has last sent to this rank in #1" in text
     )
 
 
@@ -615,6 +618,6 @@ def without_memory() -> str:
 
 
 def test_memory_that_one_rank_cannot_have_is_an_error_on_all(ranks: Ranks) -> None:
-    one, *others = ranks(3, without_memory)
-    assert one.startswith("rank 1: no 2 MiB of memory to share with another rank: File too large\n  -> free memory")
-    assert others == [one, one]
+    message, *others = ranks(3, without_memory)
+    assert message.startswith("rank 1: no 2 MiB of memory to share with another rank: File too large\n  -> free memory")
+    assert others == [message, message]

@@ -67,8 +67,8 @@ def test_compiled_equals_uncompiled(ranks: Ranks, name: str) -> None:
 
 def graph_of(function: Callable[..., object], *values: torch.Tensor) -> fx.Graph:
     """A graph as lowering makes it: values noted, outputs in a list."""
-    made = torch.fx.experimental.proxy_tensor.make_fx(function)(*values)
-    return made.graph
+    module = torch.fx.experimental.proxy_tensor.make_fx(function)(*values)
+    return module.graph
 
 
 def run(graph: fx.Graph, *values: torch.Tensor) -> object:
@@ -94,8 +94,8 @@ def test_collectives_stay_where_they_were() -> None:
     with torch._subclasses.fake_tensor.FakeTensorMode() as mode:
         graph = graph_of(function, mode.from_tensor(value), mode.from_tensor(value))
     Compiler(torch.device("cpu")).compile(graph)
-    found = [name for name in targets(graph) if "region" in name or "start" in name or "wait" in name]
-    assert found == ["region_0", "all_gather_start.default", "region_1", "wait.default", "region_2"]
+    names = [name for name in targets(graph) if "region" in name or "start" in name or "wait" in name]
+    assert names == ["region_0", "all_gather_start.default", "region_1", "wait.default", "region_2"]
     assert collectives.ALL_GATHER in [node.target for node in graph.nodes]
 
 
@@ -110,8 +110,8 @@ def test_a_view_that_others_read_too_stays() -> None:
     expected = function(x, w)
     Compiler(torch.device("cpu")).compile(graph)
     assert sum(name.startswith("region") for name in targets(graph)) == 2
-    for one, other in zip(run(graph, x, w), expected, strict=True):  # type: ignore[call-overload]
-        torch.testing.assert_close(one, other)
+    for result, other in zip(run(graph, x, w), expected, strict=True):  # type: ignore[call-overload]
+        torch.testing.assert_close(result, other)
 
 
 def gelu_and_gradient(x: torch.Tensor, gradient: torch.Tensor) -> list[torch.Tensor]:
@@ -124,8 +124,8 @@ def test_gelu_and_its_gradient_share_an_exponential() -> None:
     graph = graph_of(gelu_and_gradient, x, gradient)
     Compiler(torch.device("cpu")).compile(graph)
     assert not any("gelu" in name for name in targets(graph))
-    for mine, true in zip(run(graph, x, gradient), gelu_and_gradient(x.double(), gradient.double()), strict=True):  # type: ignore[call-overload]
-        torch.testing.assert_close(mine.double(), true, rtol=1e-6, atol=1e-6)
+    for result, true in zip(run(graph, x, gradient), gelu_and_gradient(x.double(), gradient.double()), strict=True):  # type: ignore[call-overload]
+        torch.testing.assert_close(result.double(), true, rtol=1e-6, atol=1e-6)
 
 
 def test_gelu_stays_where_nothing_is_gained() -> None:
@@ -141,7 +141,7 @@ def test_gelu_stays_where_nothing_is_gained() -> None:
 
 
 def test_the_gradient_of_a_softmax_takes_its_exponentials() -> None:
-    made: list[fx.Graph] = []
+    graphs: list[fx.Graph] = []
 
     def function(x: torch.Tensor) -> list[torch.Tensor]:
         logarithm = torch.log_softmax(x, 1)
@@ -149,16 +149,16 @@ def test_the_gradient_of_a_softmax_takes_its_exponentials() -> None:
 
     class Kept(Compiler):
         def _kernel(self, inner: fx.Graph, values: Sequence[torch.Tensor]) -> Region | None:
-            made.append(inner)
+            graphs.append(inner)
             return super()._kernel(inner, values)
 
     x = torch.randn(64, 128) * 30
     graph = graph_of(function, x)
     Kept(torch.device("cpu")).compile(graph)
-    assert sum(targets(one).count("exp.default") for one in made) == 1
+    assert sum(targets(inner).count("exp.default") for inner in graphs) == 1
     assert "exp.default" not in targets(graph)
-    for mine, true in zip(run(graph, x), function(x.double()), strict=True):  # type: ignore[call-overload]
-        torch.testing.assert_close(mine.double(), true, rtol=1e-6, atol=2e-5)
+    for result, true in zip(run(graph, x), function(x.double()), strict=True):  # type: ignore[call-overload]
+        torch.testing.assert_close(result.double(), true, rtol=1e-6, atol=2e-5)
 
 
 def test_small_operators_stay_as_they_are() -> None:
@@ -171,10 +171,10 @@ def test_small_operators_stay_as_they_are() -> None:
 
 
 def test_no_compiler() -> None:
-    mine = subject(torch.float32)
+    training = subject(torch.float32)
     missing = patch({"cpp.cxx": ("no-such-compiler",)})
     with missing, pytest.raises(CompileError, match="there is no C\\+\\+ compiler") as error:
-        mw.parallelize(mine.model, mine.loss_fn, mine.batches[0], plan=mw.Layout(), compile=True)
+        mw.parallelize(training.model, training.loss_fn, training.batches[0], plan=mw.Layout(), compile=True)
     assert "CXX" in error.value.remedy
 
 
@@ -187,12 +187,12 @@ def test_attention_has_the_strides_that_are_foretold() -> None:
         given = (output, query, key, value, None, output, statistics)
         real = [output, statistics, *ours.attention_backward(*given, *settings)]
         with torch._subclasses.fake_tensor.FakeTensorMode() as mode:
-            fake = [mode.from_tensor(one) if one is not None else None for one in given]
+            fake = [mode.from_tensor(tensor) if tensor is not None else None for tensor in given]
             foretold = [
                 *ours.attention(*fake[1:4], None, *settings),
                 *ours.attention_backward(*fake, *settings),
             ]
-        assert [one.stride() for one in real] == [one.stride() for one in foretold]
+        assert [tensor.stride() for tensor in real] == [tensor.stride() for tensor in foretold]
 
 
 def test_classification_is_compiled_too() -> None:
@@ -232,9 +232,9 @@ def test_wide_regions_end_at_what_a_compiler_must_not_touch() -> None:
     Compiler(torch.device("cpu"), wide=True).compile(graph)
     names = [name for name in targets(graph) if name not in ("getitem", "contiguous.default")]
     assert names == ["region_0", "bernoulli.default", "region_1", "add_.Tensor", "region_2"]
-    found = run(graph, *values, torch.zeros(64, 64).double())
-    for one, other in zip(found, expected, strict=True):  # type: ignore[call-overload]
-        torch.testing.assert_close(one, other)
+    results = run(graph, *values, torch.zeros(64, 64).double())
+    for result, other in zip(results, expected, strict=True):  # type: ignore[call-overload]
+        torch.testing.assert_close(result, other)
 
 
 def test_a_kernel_is_not_given_what_it_was_not_compiled_for() -> None:
@@ -265,7 +265,7 @@ def test_steps_of_wide_regions_equal_uncompiled_ones_and_equal_layers_share_regi
         text = torch.randint(64, (4, 65))
         batch = {"tokens": text[:, :-1].contiguous(), "targets": text[:, 1:].contiguous()}
         losses: dict[bool, list[float]] = {}
-        made = []
+        kernel_counts = []
         for compile in (False, True):
             torch.manual_seed(4)
             trainer = mw.parallelize(
@@ -273,7 +273,7 @@ def test_steps_of_wide_regions_equal_uncompiled_ones_and_equal_layers_share_regi
                 optimizer=oracle.OPTIMIZERS["AdamW"], device="cpu",
             )  # fmt: skip
             losses[compile] = [float(trainer.step(batch)) for _ in range(3)]
-            made.append(trainer.num_kernels)
+            kernel_counts.append(trainer.num_kernels)
         assert losses[True] == pytest.approx(losses[False], rel=1e-9)
-        num_regions.append(made[-1])
+        num_regions.append(kernel_counts[-1])
     assert num_regions[0] == num_regions[1] > 4

@@ -64,22 +64,22 @@ def train(model: str, layout: mw.Layout, name: str, first: bool) -> tuple[oracle
     optimizer = oracle.OPTIMIZERS["SGD"]
     expected = oracle.reference(serial, optimizer, key=key)
     plan = decode(text, mw.Plan, where="plan of rank 0")
-    found, trainer = oracle.in_parallel(parallel, plan, optimizer, parallelize=oracle.sharing_capture(key))
-    return oracle.compared(before, expected, found, trainer), calls
+    run, trainer = oracle.in_parallel(parallel, plan, optimizer, parallelize=oracle.sharing_capture(key))
+    return oracle.compared(before, expected, run, trainer), calls
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_equals_one_process(ranks: Ranks, layout: str) -> None:
     model = "U-Net" if layout == "micro-batches" else "ResNet"
     for name in CONVOLUTIONS[1:] if layout in ("rows", "one rank") else ("gemm", "fft"):
-        for found, calls in ranks(LAYOUTS[layout].num_ranks, train, model, LAYOUTS[layout], name, False):
-            assert found.error <= oracle.TOLERANCE, (name, found)
-            assert found.moved > 1e-3
+        for errors, calls in ranks(LAYOUTS[layout].num_ranks, train, model, LAYOUTS[layout], name, False):
+            assert errors.error <= oracle.TOLERANCE, (name, errors)
+            assert errors.moved > 1e-3
             assert calls > 6, name
 
 
 def test_so_it_does_where_own_rows_are_convolved_first(ranks: Ranks) -> None:
     for name in ("implicit", "winograd(2)"):
-        for found, calls in ranks(2, train, "U-Net", mw.Layout(spatial=(2,)), name, True):
-            assert found.error <= oracle.TOLERANCE, (name, found)
+        for errors, calls in ranks(2, train, "U-Net", mw.Layout(spatial=(2,)), name, True):
+            assert errors.error <= oracle.TOLERANCE, (name, errors)
             assert calls > 6, name

@@ -128,9 +128,9 @@ def test_a_disk_slower_than_the_step_is_foretold_with_its_rates() -> None:
 
 def test_a_disk_slower_than_the_step_is_told_before_the_run(caplog: pytest.LogCaptureFixture) -> None:
     with PrefetchLoader(SlowStore(Counted(32, size=100), TokenBucket(1e5)), 4, 1200) as loader:
-        found = foretell_feed(loader, 1e-3, 8)
-    assert found is not None
-    assert found.waits[-1] > 1e-3
+        forecast = foretell_feed(loader, 1e-3, 8)
+    assert forecast is not None
+    assert forecast.waits[-1] > 1e-3
     assert "the data are slower than the steps: a step of 1 ms will wait for" in caplog.text
     assert "more memory_bytes, a cache_directory or more ranks read less of it" in caplog.text
 

@@ -73,18 +73,18 @@ def test_the_schedule_is_run_and_nothing_ends_before_its_time(
         assert trace.source == "emulated"
         begun = min(span.start_s for span in trace.spans)
         for rank in range(num_ranks):
-            mine = [span for span in trace.of_rank(rank).spans if span.stream == "compute" and span.what[0].isdigit()]
-            assert [span.what for span in mine] == [
+            spans = [span for span in trace.of_rank(rank).spans if span.stream == "compute" and span.what[0].isdigit()]
+            assert [span.what for span in spans] == [
                 str(action) for action in schedule.ranks[rank] if action.kind.computes
             ]
-            assert all(one.end_s <= other.start_s for one, other in itertools.pairwise(mine))
+            assert all(span.end_s <= other.start_s for span, other in itertools.pairwise(spans))
             ends = {
                 span.what: span.end_s
                 for span in wanted.of_rank(2 * rank).spans
                 if span.stream == "compute" and span.what[0].isdigit()
             }
             # The clocks of a merged trace are off by less than a millisecond.
-            assert all(span.end_s - begun >= ends[span.what] - 1e-3 for span in mine)
+            assert all(span.end_s - begun >= ends[span.what] - 1e-3 for span in spans)
         assert trace.duration_s >= wanted.duration_s - 1e-3
 
 
@@ -128,8 +128,8 @@ def wrong_number(stages: tuple[EmulatedStage, ...], schedule: Schedule) -> str:
 
 def test_another_number_of_ranks_is_refused(ranks: Ranks) -> None:
     stages = emulated_stages(work(2), Mesh.of(pp=2), CLUSTER, build("1f1b", 2, 2, 1))
-    (found,) = ranks(1, wrong_number, stages, build("1f1b", 2, 2))
-    assert "the schedule has 2 ranks, and 1 are there" in found
+    (message,) = ranks(1, wrong_number, stages, build("1f1b", 2, 2))
+    assert "the schedule has 2 ranks, and 1 are there" in message
 
 
 def test_collectives_become_waits() -> None:

@@ -40,7 +40,7 @@ def sent_over_links(names: list[str]) -> tuple[list[list[str]], dict[str, list[i
     """By rank the lanes to the others; by algorithm, the bytes that each rank's box sent; seconds of the last."""
     world = dist.group.WORLD
     assert world is not None
-    ours, found, seconds = collectives(world), dict[str, list[int]](), 0.0
+    ours, bytes_by_algorithm, seconds = collectives(world), dict[str, list[int]](), 0.0
     value = torch.ones(SENT // 4)
     for name in names:
         dist.barrier()
@@ -52,11 +52,11 @@ def sent_over_links(names: list[str]) -> tuple[list[list[str]], dict[str, list[i
         dist.barrier()
         each: list[int] = [0] * dist.get_world_size()
         dist.all_gather_object(each, _sent_bytes() - before)
-        found[name] = each
+        bytes_by_algorithm[name] = each
         assert torch.equal(value, torch.full_like(value, sum(range(1, dist.get_world_size() + 1))))
     lanes: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(lanes, [type(ours._lanes[peer]).__name__ for peer in sorted(ours._lanes)])
-    return lanes, found, seconds
+    return lanes, bytes_by_algorithm, seconds
 
 
 def _sent_bytes() -> int:
@@ -120,17 +120,19 @@ def calibrated_there() -> tuple[Cluster | None, str, float, list[str]]:
 @emulated
 @pytest.mark.timeout(600)
 def test_boxes_are_calibrated_and_training_goes_along_their_levels(tmp_path: Path) -> None:
-    found, algorithm, error, names = run_in_boxes(
+    cluster, algorithm, error, names = run_in_boxes(
         calibrated_there, boxes=(0, 0, 1, 1), rates_bits_per_s=(1e9, 1e9), directory=tmp_path
     )
-    assert found is not None
-    assert [(level.name, level.fan_out) for level in found.levels] == [("box", 2), ("network", 2)]
-    groups = {(row.level, row.ranks, row.fan_outs) for row in found.collectives if row.operation == "all_reduce"}
+    assert cluster is not None
+    assert [(level.name, level.fan_out) for level in cluster.levels] == [("box", 2), ("network", 2)]
+    groups = {(row.level, row.ranks, row.fan_outs) for row in cluster.collectives if row.operation == "all_reduce"}
     assert groups == {("box", 2, ()), ("network", 2, ()), ("network", 4, (2, 2))}
-    assert {row.level for row in found.collectives if row.operation == "send"} == {"box", "network"}
-    network = Network(found)
+    assert {row.level for row in cluster.collectives if row.operation == "send"} == {"box", "network"}
+    network = Network(cluster)
     for operation in ("all_reduce", "all_gather", "reduce_scatter"):
-        measured = {row.algorithm for row in found.collectives if (row.operation, row.fan_outs) == (operation, (2, 2))}
+        measured = {
+            row.algorithm for row in cluster.collectives if (row.operation, row.fan_outs) == (operation, (2, 2))
+        }
         wanted = {name for name in candidates(operation, 4, "2x2") if not in_pieces(name)}
         assert measured == wanted
         assert f"{operation} " in network.algorithms(Group(4)) or network.algorithms(Group(4)) == "native"
@@ -153,15 +155,15 @@ def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def _networks(mark: str) -> set[str]:
     """The network namespaces, other than this task's, of tasks of this process and of processes with the mark."""
-    found = set()
+    namespaces = set()
     for process in Path("/proc").glob("[0-9]*"):
         for task in process.glob("task/*"):
             try:
                 if process.name == str(os.getpid()) or mark.encode() in (task / "environ").read_bytes().split(b"\0"):
-                    found.add(os.readlink(task / "ns/net"))
+                    namespaces.add(os.readlink(task / "ns/net"))
             except OSError:  # it has ended
                 continue
-    return found - {os.readlink("/proc/self/ns/net")}
+    return namespaces - {os.readlink("/proc/self/ns/net")}
 
 
 @emulated

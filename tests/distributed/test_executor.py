@@ -40,8 +40,8 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 def twins(layers: int = 2, dropout: float = 0.0) -> tuple[Subject, Subject]:
     """The same GPT twice: for the trainer, and for eager PyTorch."""
     torch.manual_seed(3)
-    mine = oracle.gpt(True, layers=layers, dropout=dropout)
-    return mine, copy.deepcopy(mine)
+    subject = oracle.gpt(True, layers=layers, dropout=dropout)
+    return subject, copy.deepcopy(subject)
 
 
 def trainer_of(subject: Subject, layout: mw.Layout, share: str = "", **options: Any) -> mw.Trainer:
@@ -84,7 +84,7 @@ def work_of(layout: mw.Layout) -> tuple[Work, list[list[str]], list[int]]:
         trainer.step(batch)
     spans = [span for span in trainer.trace().spans if span.stream != "wait" and _ACTION.match(span.what)]
     in_order = all(span.start_s <= span.end_s for span in spans) and all(
-        one.end_s <= other.start_s for one, other in itertools.pairwise(spans)
+        span.end_s <= other.start_s for span, other in itertools.pairwise(spans)
     )
     schedule = schedule_of(trainer.plan)
     wanted = [[str(action) for action in actions] for actions in schedule.ranks]
@@ -124,8 +124,8 @@ def live_of_residuals(layout: mw.Layout) -> tuple[int, list[int]]:
 @pytest.mark.parametrize("schedule", ["zb-v", "dualpipe-v"])
 def test_a_gradient_that_has_left_its_stage_is_kept_for_weights_only(ranks: Ranks, schedule: ScheduleName) -> None:
     layout = mw.Layout(pp=2, microbatches=8, schedule=schedule, chunks=2)
-    for rank, (found, live) in enumerate(ranks(2, live_of_residuals, layout)):
-        assert found == live[rank]
+    for rank, (activations, live) in enumerate(ranks(2, live_of_residuals, layout)):
+        assert activations == live[rank]
 
 
 @pytest.mark.parametrize(
@@ -162,8 +162,8 @@ def test_recomputation_in_a_pipeline_changes_no_bit(ranks: Ranks) -> None:
     (losses, state), _ = runs[0]
     assert len({float(loss) for loss in losses}) == 3
     for other in runs[1:]:
-        for found, _ in other:
-            assert all(torch.equal(one, two) for one, two in zip(found, losses, strict=True))
+        for other_losses, _ in other:
+            assert all(torch.equal(loss, expected) for loss, expected in zip(other_losses, losses, strict=True))
         again = other[0][1]
         assert again.keys() == state.keys() != set()
         assert all(torch.equal(again[name], value) for name, value in state.items())
@@ -174,10 +174,10 @@ def test_recomputation_in_a_pipeline_changes_no_bit(ranks: Ranks) -> None:
 
 def evaluate_between_steps(layout: mw.Layout) -> list[float]:
     """Batches of 8, and a ragged one of 5 samples, which no number of micro-batches divides."""
-    mine, plain = twins(layers=3)
-    trainer, optimizer = trainer_of(mine, layout, "three layers"), sgd(plain.model.parameters())
+    parallel, plain = twins(layers=3)
+    trainer, optimizer = trainer_of(parallel, layout, "three layers"), sgd(plain.model.parameters())
     errors = []
-    for batch in mine.batches[:2]:
+    for batch in parallel.batches[:2]:
         loss, _ = eager_step(plain, optimizer, batch)
         errors.append(error_of(trainer.step(batch), loss))
         for part in (batch, {name: value[:5] for name, value in batch.items()}):
@@ -209,35 +209,35 @@ def test_evaluation_in_a_pipeline_equals_eval_mode(ranks: Ranks, layout: mw.Layo
 
 
 def states_after_a_step(all_ranks: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
-    mine, plain = twins()
-    trainer = trainer_of(mine, PIPELINE)
-    trainer.step(mine.batches[0])
+    parallel, plain = twins()
+    trainer = trainer_of(parallel, PIPELINE)
+    trainer.step(parallel.batches[0])
     eager_step(plain, sgd(plain.model.parameters()), plain.batches[0])
     state = trainer.full_state_dict(all_ranks=all_ranks)
     if state:
         plain.model.load_state_dict(state)  # by name, all of them
-    elsewhere = any(parameter.is_meta for parameter in mine.model.parameters())
+    elsewhere = any(parameter.is_meta for parameter in parallel.model.parameters())
     return state, dict(plain.model.state_dict()), elsewhere
 
 
 def test_the_full_state_dict_is_whole_on_rank_0_or_everywhere(ranks: Ranks) -> None:
-    one, every = (ranks(2, states_after_a_step, all_ranks) for all_ranks in (False, True))
-    assert not one[1][0]
-    reference = one[0][0]
+    on_rank_0, every = (ranks(2, states_after_a_step, all_ranks) for all_ranks in (False, True))
+    assert not on_rank_0[1][0]
+    reference = on_rank_0[0][0]
     assert "token_embedding.weight" in reference
     assert torch.equal(reference["head.weight"], reference["token_embedding.weight"])
-    for state, expected, elsewhere in [one[0], *every]:
+    for state, expected, elsewhere in [on_rank_0[0], *every]:
         assert elsewhere, "each rank holds its stages only"
         assert list(state) == list(expected)
         assert all(torch.equal(state[name], reference[name]) for name in reference)
 
 
 def metrics_seen() -> list[tuple[list[str], list[float], list[float]]]:
-    mine, plain = twins()
-    trainer = trainer_of(mine, PIPELINE, max_grad_norm=0.1)
+    parallel, plain = twins()
+    trainer = trainer_of(parallel, PIPELINE, max_grad_norm=0.1)
     optimizer = sgd(plain.model.parameters())
     seen = []
-    for batch in mine.batches[:3]:
+    for batch in parallel.batches[:3]:
         trainer.step(batch)
         optimizer.zero_grad()
         loss, metrics = plain.loss_fn(plain.model, batch)
@@ -245,8 +245,8 @@ def metrics_seen() -> list[tuple[list[str], list[float], list[float]]]:
         metrics = {"loss": loss, **metrics, "grad_norm": torch.nn.utils.clip_grad_norm_(plain.model.parameters(), 0.1)}
         optimizer.step()
         names = sorted(trainer.metrics)
-        found = [error_of(trainer.metrics[name], metrics[name].detach()) for name in sorted(metrics)]
-        seen.append((names, found, [float(trainer.metrics[name]) for name in names]))
+        errors = [error_of(trainer.metrics[name], metrics[name].detach()) for name in sorted(metrics)]
+        seen.append((names, errors, [float(trainer.metrics[name]) for name in names]))
     return seen
 
 
@@ -259,24 +259,24 @@ def test_metrics_are_on_all_ranks(ranks: Ranks) -> None:
 
 def freeze_and_train(names: list[str], late: bool) -> list[float]:
     """Parameters frozen before parallelize, or after the first step; a whole stage among them."""
-    mine, plain = twins()
+    parallel, plain = twins()
     losses = []
 
     def freeze(subject: Subject) -> None:
         for name, parameter in subject.model.named_parameters():
-            if any(name.startswith(one) for one in names):
+            if any(name.startswith(prefix) for prefix in names):
                 parameter.requires_grad_(False)
 
     if not late:
-        freeze(mine)
+        freeze(parallel)
     freeze(plain)
     trainer, optimizer = (
-        trainer_of(mine, PIPELINE),
+        trainer_of(parallel, PIPELINE),
         sgd([parameter for parameter in plain.model.parameters() if parameter.requires_grad]),
     )
     if late:
-        freeze(mine)
-    for batch in mine.batches[:3]:
+        freeze(parallel)
+    for batch in parallel.batches[:3]:
         loss, _ = eager_step(plain, optimizer, batch)
         losses.append(error_of(trainer.step(batch), loss))
     return [*losses, largest_error(trainer.full_state_dict(all_ranks=True), plain.model.state_dict())]
@@ -295,14 +295,14 @@ def test_frozen_parameters_in_a_pipeline(ranks: Ranks, names: list[str], late: b
 
 def losses_in_little_room() -> list[float]:
     """Streams that hold one message, which a rank that waits for longer than 10 s finds too few."""
-    mine, _ = twins(layers=6)
+    parallel, _ = twins(layers=6)
     layout = mw.Layout(pp=3, microbatches=8, schedule="interleaved", chunks=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stream, "SLOTS", 1)
-        trainer = trainer_of(mine, layout)
+        trainer = trainer_of(parallel, layout)
     for channel in executor_of(trainer)._channels.values():
         channel._lane.timeout_s = 10.0  # type: ignore[attr-defined]
-    return [float(trainer.step(batch)) for batch in mine.batches[:2]]
+    return [float(trainer.step(batch)) for batch in parallel.batches[:2]]
 
 
 def test_a_pipeline_needs_no_room_for_what_is_under_way(ranks: Ranks) -> None:
@@ -312,9 +312,9 @@ def test_a_pipeline_needs_no_room_for_what_is_under_way(ranks: Ranks) -> None:
 
 def wait_in_vain(transport: str) -> str:
     """Rank 1 makes the first step only; rank 0 waits for the first gradient of the second."""
-    mine, _ = twins()
-    trainer = trainer_of(mine, PIPELINE)
-    trainer.step(mine.batches[0])
+    parallel, _ = twins()
+    trainer = trainer_of(parallel, PIPELINE)
+    trainer.step(parallel.batches[0])
     message, channels = "", executor_of(trainer)._channels
     if transport == "point to point":
         group = dist.new_group(timeout=timedelta(seconds=0.5))
@@ -324,7 +324,7 @@ def wait_in_vain(transport: str) -> str:
     dist.barrier()
     if trainer.rank == 0:
         with pytest.raises(LostRankError) as caught:
-            trainer.step(mine.batches[1])
+            trainer.step(parallel.batches[1])
         message = str(caught.value)
     dist.barrier()
     return message
@@ -339,15 +339,15 @@ def test_a_peer_that_stops_answering_is_named_with_stage_and_microbatch(ranks: R
 
 
 def step_into_nan() -> tuple[str, bool, float]:
-    mine, _ = twins()
-    trainer = trainer_of(mine, PIPELINE)
-    trainer.step(mine.batches[0])
+    parallel, _ = twins()
+    trainer = trainer_of(parallel, PIPELINE)
+    trainer.step(parallel.batches[0])
     before = {name: value.detach().clone() for name, value in trainer.parameters.trainable.items()}
-    batch = {**mine.batches[1], "targets": torch.full_like(mine.batches[1]["targets"], -100)}
+    batch = {**parallel.batches[1], "targets": torch.full_like(parallel.batches[1]["targets"], -100)}
     with pytest.raises(NonFiniteLossError) as caught:
         trainer.step(batch)
     same = all(torch.equal(value, before[name]) for name, value in trainer.parameters.trainable.items())
-    return str(caught.value), same, float(trainer.step(mine.batches[2]))
+    return str(caught.value), same, float(trainer.step(parallel.batches[2]))
 
 
 def test_a_loss_that_is_no_number_stops_every_rank_and_leaves_the_parameters(ranks: Ranks) -> None:

@@ -23,8 +23,8 @@ from tests.distributed.pool import Ranks
 )
 def test_losses_are_those_of_the_plan(ranks: Ranks, model: str, layout: Layout) -> None:
     plan = exports.planned(model, layout)
-    made = exports.exported(model, plan)
-    for result in ranks(2, exports.compare, model, plan, exports.text_of(made), timeout=600):
+    exported = exports.exported(model, plan)
+    for result in ranks(2, exports.compare, model, plan, exports.text_of(exported), timeout=600):
         assert result.error <= TOLERANCE, result
 
 
@@ -53,12 +53,12 @@ def test_code_that_knows_the_whole_width_is_left_whole(heads: int) -> None:
     graph = mw.capture(model, loss_fn, batch)
     plan = mw.plan(graph, "cpu-local", devices=2, layout=Layout(tp=2))
     assert plan.storage("up.weight"), "the plan splits the layer"
-    made = fsdp2.export(model, loss_fn, batch, plan, cluster="cpu-local")
-    text = exports.text_of(made)
+    exported = fsdp2.export(model, loss_fn, batch, plan, cluster="cpu-local")
+    text = exports.text_of(exported)
     assert ('"up": ColwiseParallel()' in text) == (heads == 0)
-    assert (made.form.layout.pin.get("up") == NONE) == (heads == 4)
-    assert made.planned is not None
-    assert made.predicted is not None
+    assert (exported.form.layout.pin.get("up") == NONE) == (heads == 4)
+    assert exported.planned is not None
+    assert exported.predicted is not None
     assert "meshwright" not in "\n".join(line for line in text.splitlines() if "import" in line)
 
 
@@ -71,11 +71,11 @@ def test_a_pipeline_becomes_data_parallelism_and_says_so() -> None:
 
     graph = mw.capture(model, squared, batch)
     plan = mw.plan(graph, "cpu-local", devices=2, layout=Layout(pp=2, microbatches=4))
-    made = fsdp2.export(model, squared, batch, plan, cluster="cpu-local")
-    assert [gap.what for gap in made.gaps] == ["pp2"]
-    assert (made.form.layout.dp, made.form.layout.zero, made.form.layout.pp) == (2, 3, 1)
-    assert "- pp2. Instead: dp2, zero=3." in exports.text_of(made)
-    assert made.predicted != made.planned
+    exported = fsdp2.export(model, squared, batch, plan, cluster="cpu-local")
+    assert [gap.what for gap in exported.gaps] == ["pp2"]
+    assert (exported.form.layout.dp, exported.form.layout.zero, exported.form.layout.pp) == (2, 3, 1)
+    assert "- pp2. Instead: dp2, zero=3." in exports.text_of(exported)
+    assert exported.predicted != exported.planned
 
 
 def test_a_plan_of_another_model_and_replicas_are_refused() -> None:

@@ -32,60 +32,60 @@ def recorder(path: Path | None = None, rank: int = 1) -> FlightRecorder:
 
 
 def test_operations_are_read_as_they_were_recorded() -> None:
-    mine = recorder()
-    group = mine.group("3", range(4))
-    event = mine.begin(group, 1, b"all_reduce of 4 x float32 (axis dp)", 16, 77)
-    mine.wait(event)
-    assert mine.waits_since() > 0
-    read = mine.read()
+    flight_recorder = recorder()
+    group = flight_recorder.group("3", range(4))
+    event = flight_recorder.begin(group, 1, b"all_reduce of 4 x float32 (axis dp)", 16, 77)
+    flight_recorder.wait(event)
+    assert flight_recorder.waits_since() > 0
+    read = flight_recorder.read()
     assert (read.rank, read.num_ranks, read.process, read.host) == (1, 4, os.getpid(), socket.gethostname())
     assert read.groups["3"].ranks == (0, 1, 2, 3)
     assert read.groups["3"].begun == 1
-    (found,) = read.awaited
-    assert (found.sequence, found.what, found.num_bytes, found.signature) == (
+    (operation,) = read.awaited
+    assert (operation.sequence, operation.what, operation.num_bytes, operation.signature) == (
         1, "all_reduce of 4 x float32 (axis dp)", 16, 77,
     )  # fmt: skip
-    mine.end(event)
-    assert not mine.waits_since()
-    assert mine.read().awaited == ()
-    assert mine.read().last is not None
+    flight_recorder.end(event)
+    assert not flight_recorder.waits_since()
+    assert flight_recorder.read().awaited == ()
+    assert flight_recorder.read().last is not None
 
 
 def test_an_operation_that_failed_is_neither_done_nor_awaited() -> None:
-    mine = recorder()
-    event = mine.begin(mine.group("0", (0, 1)), 1, b"barrier")
-    mine.wait(event)
-    mine.fail(event)
-    (found,) = mine.read().events
-    assert found.done_s < 0
-    assert not found.is_awaited
-    assert mine.read().last is None
+    flight_recorder = recorder()
+    event = flight_recorder.begin(flight_recorder.group("0", (0, 1)), 1, b"barrier")
+    flight_recorder.wait(event)
+    flight_recorder.fail(event)
+    (operation,) = flight_recorder.read().events
+    assert operation.done_s < 0
+    assert not operation.is_awaited
+    assert flight_recorder.read().last is None
 
 
 def test_the_last_thousand_are_kept_and_groups_count_on() -> None:
-    mine = recorder()
-    rare, often = mine.group("rare", (0, 1)), mine.group("often", (0, 1))
-    old = mine.begin(rare, 1, b"once")
+    flight_recorder = recorder()
+    rare, often = flight_recorder.group("rare", (0, 1)), flight_recorder.group("often", (0, 1))
+    old = flight_recorder.begin(rare, 1, b"once")
     for number in range(1, EVENTS + 201):
-        mine.end(mine.begin(often, number, f"number {number}".encode()))
-    mine.end(old)  # its place is another's by now
-    read = mine.read()
+        flight_recorder.end(flight_recorder.begin(often, number, f"number {number}".encode()))
+    flight_recorder.end(old)  # its place is another's by now
+    read = flight_recorder.read()
     assert [event.sequence for event in read.events] == list(range(201, EVENTS + 201))
     assert all(event.done_s > 0 for event in read.events)
     assert (read.groups["rare"].begun, read.groups["often"].begun) == (1, EVENTS + 200)
 
 
 def test_texts_and_groups_that_do_not_fit_are_shortened() -> None:
-    mine = recorder()
+    flight_recorder = recorder()
     for number in range(GROUPS + 5):
-        mine.begin(mine.group(f"group {number}", (0, number)), 1, b"x" * 1000)
-    read = mine.read()
+        flight_recorder.begin(flight_recorder.group(f"group {number}", (0, number)), 1, b"x" * 1000)
+    read = flight_recorder.read()
     assert len(read.groups) == GROUPS
     assert read.groups["others"].ranks == ()
     assert {len(event.what) for event in read.events} == {flight.TEXT_BYTES}
-    mine.note(Notes(stack=("a",) * 3, links=("b" * 100,) * 1000))
-    assert mine.read().notes.stack == ("a",) * 3
-    assert 0 < len(mine.read().notes.links) < 1000
+    flight_recorder.note(Notes(stack=("a",) * 3, links=("b" * 100,) * 1000))
+    assert flight_recorder.read().notes.stack == ("a",) * 3
+    assert 0 < len(flight_recorder.read().notes.links) < 1000
 
 
 def test_other_memory_is_refused() -> None:
@@ -98,12 +98,12 @@ def test_other_memory_is_refused() -> None:
 def test_the_record_stays_when_the_process_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "ranks" / "0.flight"
     if (child := os.fork()) == 0:
-        mine = recorder(path, 0)
+        flight_recorder = recorder(path, 0)
         for number in range(1, 4):
-            event = mine.begin(mine.group("0", (0, 1)), number, f"step {number}".encode())
-            mine.wait(event)
+            event = flight_recorder.begin(flight_recorder.group("0", (0, 1)), number, f"step {number}".encode())
+            flight_recorder.wait(event)
             if number < 3:
-                mine.end(event)
+                flight_recorder.end(event)
         os.kill(os.getpid(), signal.SIGKILL)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     read = flight.read(path.read_bytes())
@@ -114,9 +114,9 @@ def test_the_record_stays_when_the_process_is_killed(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_written_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     with caplog.at_level(logging.WARNING, logger="meshwright"):
-        mine = recorder(tmp_path / "file" / "1.flight")
+        flight_recorder = recorder(tmp_path / "file" / "1.flight")
     assert "the flight recorder lives only as long as the ranks" in caplog.text
-    assert mine.read().rank == 1
+    assert flight_recorder.read().rank == 1
 
 
 # --- meshwright explain ----------------------------------------------------------------------------------------------
@@ -124,16 +124,18 @@ def test_a_directory_that_cannot_be_written_is_warned_of(tmp_path: Path, caplog:
 
 def test_the_command_explains_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "ranks"
-    mine, other = recorder(folder / "0.flight", 0), recorder(folder / "1.flight", 1)
-    for each in (mine, other):
+    first, second = recorder(folder / "0.flight", 0), recorder(folder / "1.flight", 1)
+    for each in (first, second):
         each.end(each.begin(each.group("0", (0, 1)), 1, b"broadcast (axis dp)"))
-    mine.wait(mine.begin(mine.group("0", (0, 1)), 2, b"all_reduce of 4 x float32 (axis dp, gradients of w)"))
-    other.leave("it has failed with KeyError: 'x'")
+    first.wait(first.begin(first.group("0", (0, 1)), 2, b"all_reduce of 4 x float32 (axis dp, gradients of w)"))
+    second.leave("it has failed with KeyError: 'x'")
     assert run(["explain", str(tmp_path), "--events", "5"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("rank 1: its process has ended: it has failed with KeyError: 'x'; the last that it did was")
-    assert "for #2 all_reduce of 4 x float32 (axis dp, gradients of w); rank 1 has not begun it" in said
-    assert said.count("#1 broadcast (axis dp)") == 3
+    output = capsys.readouterr().out
+    assert output.startswith(
+        "rank 1: its process has ended: it has failed with KeyError: 'x'; the last that it did was"
+    )
+    assert "for #2 all_reduce of 4 x float32 (axis dp, gradients of w); rank 1 has not begun it" in output
+    assert output.count("#1 broadcast (axis dp)") == 3
     assert run(["explain", str(tmp_path), "--json"]) == 0
     assert '"causes": [' in capsys.readouterr().out
 
@@ -162,19 +164,19 @@ DUMP = {
 
 def test_what_only_pytorch_knows_is_compared_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pytorch_flight, "dump_flight_recorder", lambda: json.dumps(DUMP))
-    (mine,) = pytorch_flight.pending()
-    assert str(mine) == "PyTorch's recorder: group 3 #3: nccl:all_reduce of 4x2 1 float, started"
+    (operation,) = pytorch_flight.pending()
+    assert str(operation) == "PyTorch's recorder: group 3 #3: nccl:all_reduce of 4x2 1 float, started"
     first, second = recorder(rank=0), recorder(rank=1)
     second.note(Notes(stack=("train.py:7 in load",)))
     seen = {0: Seen(first.read(), "runs"), 1: Seen(second.read(), "runs")}
-    assert list(pytorch_flight.report(mine, 0, seen, 43.0)) == [
+    assert list(pytorch_flight.report(operation, 0, seen, 43.0)) == [
         "rank 0 is in group 3 #3 since 40.0 s:",
         "  rank 0: group 3 #3: nccl:all_reduce of 4x2 1 float, started",
         "  rank 1 has not begun it, or is not in its group: it runs, and has not communicated",
         "  rank 1 is at\n      train.py:7 in load",
     ]
-    second.note(Notes(pytorch=(str(mine).replace("all_reduce", "broadcast"),)))
-    lines = list(pytorch_flight.report(mine, 0, seen | {1: Seen(second.read(), "runs")}, 43.0))
+    second.note(Notes(pytorch=(str(operation).replace("all_reduce", "broadcast"),)))
+    lines = list(pytorch_flight.report(operation, 0, seen | {1: Seen(second.read(), "runs")}, 43.0))
     assert lines[0] == "ranks 0 and 1 are in group 3 #3 since 40.0 s:"
     assert lines[2] == "  rank 1: group 3 #3: nccl:broadcast of 4x2 1 float, started"
 
@@ -220,15 +222,15 @@ def test_a_rank_says_where_its_main_thread_is() -> None:
 
 
 def test_a_connection_that_its_other_end_has_closed_is_told() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as mine:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
         theirs, _ = server.accept()
-        own = f"{mine.getsockname()[1]} 127.0.0.1:{server.getsockname()[1]}"
+        own = f"{client.getsockname()[1]} 127.0.0.1:{server.getsockname()[1]}"
         assert not connections()[own].is_closed
         theirs.sendall(b"x" * 1000)
-        assert mine.recv(1000, socket.MSG_WAITALL) == b"x" * 1000
+        assert client.recv(1000, socket.MSG_WAITALL) == b"x" * 1000
         assert connections()[own].received_bytes >= 1000
         theirs.close()
-        assert mine.recv(1) == b""
+        assert client.recv(1) == b""
         now = connections()
         assert now[own].is_closed
         assert f"the connection to {now[own].peer} was closed by its other end" in described({}, now, 1.0)
@@ -254,9 +256,9 @@ def test_slow_links_are_told_from_cut_ones() -> None:
 
 
 def test_memory_of_a_rank_that_was_killed_is_read_by_whoever_had_mapped_it() -> None:
-    mine = recorder()
-    mine.begin(mine.group("0", (0, 1)), 1, b"barrier")
-    with mmap.mmap(os.open(f"/proc/self/fd/{mine.descriptor}", os.O_RDWR), flight.SIZE) as theirs:
-        mine.close()
-        del mine
+    flight_recorder = recorder()
+    flight_recorder.begin(flight_recorder.group("0", (0, 1)), 1, b"barrier")
+    with mmap.mmap(os.open(f"/proc/self/fd/{flight_recorder.descriptor}", os.O_RDWR), flight.SIZE) as theirs:
+        flight_recorder.close()
+        del flight_recorder
         assert [event.what for event in flight.read(theirs).events] == ["barrier"]

@@ -75,10 +75,10 @@ def test_products_are_those_of_the_rounded_operands(
     draw = torch.Generator().manual_seed(seed)
     left = (torch.randn(m, k, generator=draw) * 10.0 ** torch.randn(m, 1, generator=draw)).to(dtype)
     right = torch.randn(n, k, generator=draw).to(dtype).t() if columns else torch.randn(k, n, generator=draw).to(dtype)
-    found, expected = product(left, right, scaling, formats), by_hand(left, right, scaling, formats)
-    assert found.dtype == dtype
+    actual, expected = product(left, right, scaling, formats), by_hand(left, right, scaling, formats)
+    assert actual.dtype == dtype
     bound = by_hand(left.abs(), right.abs(), scaling, formats) * (torch.finfo(dtype).eps + k * 2**-23)
-    assert ((found.double() - expected).abs() <= bound + 1e-30).all()
+    assert ((actual.double() - expected).abs() <= bound + 1e-30).all()
 
 
 @settings(max_examples=15, deadline=None)
@@ -152,8 +152,8 @@ def step(model: str, layout: mw.Layout, scaling: str) -> tuple[Tensor, dict[str,
     plan = plan_of(shared.graph, layout, layout.num_ranks)
     if scaling:
         plan = in_float8(plan, shared.graph, scaling)
-    found, _ = run_step(shared, plan, values_of(module, batch, shared.graph))
-    return found.loss, {name: value for name, value in found.gradients.items() if value is not None}
+    result, _ = run_step(shared, plan, values_of(module, batch, shared.graph))
+    return result.loss, {name: value for name, value in result.gradients.items() if value is not None}
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
@@ -166,9 +166,9 @@ def test_every_layout_has_the_same_numbers(model: str, name: str, scaling: str) 
     loss, gradients = step(model, mw.Layout(), scaling)
     exact, _ = step(model, mw.Layout(), "")
     assert abs(float(loss - exact)) > 1e-6, "it is rounded"
-    found, other = step(model, LAYOUTS[name], scaling)
-    assert oracle.error_of(found, loss) < 1e-10
-    assert oracle.largest_error(other, gradients) < 1e-10
+    split_loss, split_gradients = step(model, LAYOUTS[name], scaling)
+    assert oracle.error_of(split_loss, loss) < 1e-10
+    assert oracle.largest_error(split_gradients, gradients) < 1e-10
 
 
 def train(layout: mw.Layout, scaling: str) -> tuple[list[float], dict[str, Tensor]]:
@@ -187,14 +187,14 @@ def test_pipelines_and_zero_train_alike(ranks: Ranks) -> None:
     exact, _ = ranks(2, train, mw.Layout(dp=2, microbatches=2), "")[0]
     assert losses != exact
     assert losses == pytest.approx(exact, rel=0.02), "as float8 allows"
-    found, other = ranks(2, train, mw.Layout(dp=2, zero=3, microbatches=2), "tensorwise")[0]
-    assert found == pytest.approx(losses, abs=1e-9)
-    assert oracle.largest_error(other, state) < 1e-9
+    other_losses, other_state = ranks(2, train, mw.Layout(dp=2, zero=3, microbatches=2), "tensorwise")[0]
+    assert other_losses == pytest.approx(losses, abs=1e-9)
+    assert oracle.largest_error(other_state, state) < 1e-9
     # pipelines and tensor parallelism have the same micro-batches, which differ from those of dp2
     losses, state = ranks(2, train, mw.Layout(tp=2, microbatches=2), "tensorwise")[0]
-    found, other = ranks(2, train, mw.Layout(pp=2, microbatches=2), "tensorwise")[0]
-    assert found == pytest.approx(losses, abs=1e-9)
-    assert oracle.largest_error(other, state) < 1e-9
+    other_losses, other_state = ranks(2, train, mw.Layout(pp=2, microbatches=2), "tensorwise")[0]
+    assert other_losses == pytest.approx(losses, abs=1e-9)
+    assert oracle.largest_error(other_state, state) < 1e-9
 
 
 # ------------------------------------------------------------------------------------------------------------ choices

@@ -72,26 +72,26 @@ def differences(
     plan = plan_of(captured.graph, layout, layout.dp * layout.feature_ranks)
     values = {name: value.detach() for name, value in [*model.named_parameters(), *model.named_buffers()]}
     inputs = {f"batch.{name}": value for name, value in batch.items()}
-    found, _ = run_step(captured, plan, {**{name: value.clone() for name, value in values.items()}, **inputs})
+    result, _ = run_step(captured, plan, {**{name: value.clone() for name, value in values.items()}, **inputs})
     loss, metrics = loss_fn(model, batch)
     parameters = dict(model.named_parameters())
     expected = dict(
         zip(parameters, torch.autograd.grad(loss, list(parameters.values()), allow_unused=True), strict=True)
     )
-    pairs: dict[str, tuple[Tensor | None, Tensor | None]] = {"loss": (found.loss, loss)}
-    pairs |= {f"metric {name}": (found.metrics[name], value) for name, value in metrics.items()}
-    pairs |= {f"gradient of {name}": (found.gradients[name], value) for name, value in expected.items()}
-    pairs |= {f"buffer {name}": (found.buffers[name], value) for name, value in model.named_buffers()}
-    return [name for name, (one, other) in pairs.items() if not same(one, other)]
+    pairs: dict[str, tuple[Tensor | None, Tensor | None]] = {"loss": (result.loss, loss)}
+    pairs |= {f"metric {name}": (result.metrics[name], value) for name, value in metrics.items()}
+    pairs |= {f"gradient of {name}": (result.gradients[name], value) for name, value in expected.items()}
+    pairs |= {f"buffer {name}": (result.buffers[name], value) for name, value in model.named_buffers()}
+    return [name for name, (value, other) in pairs.items() if not same(value, other)]
 
 
-def same(found: Tensor | None, expected: Tensor | None) -> bool:
-    if found is None or expected is None:
-        return (found is None or not bool(found.any())) and (expected is None or not bool(expected.any()))
+def same(actual: Tensor | None, expected: Tensor | None) -> bool:
+    if actual is None or expected is None:
+        return (actual is None or not bool(actual.any())) and (expected is None or not bool(expected.any()))
     expected = expected.detach()
-    if found.shape != expected.shape or not bool(torch.isfinite(expected).all()):
+    if actual.shape != expected.shape or not bool(torch.isfinite(expected).all()):
         return False
-    return float((found - expected).abs().max()) <= TOLERANCE * max(1.0, float(expected.abs().max()))
+    return float((actual - expected).abs().max()) <= TOLERANCE * max(1.0, float(expected.abs().max()))
 
 
 def check(model: nn.Module, loss_fn: Any, batch: dict[str, Tensor], layout: mw.Layout, unsplit: set[str]) -> None:

@@ -63,17 +63,17 @@ def test_their_limits_fit_into_the_part() -> None:
 
 
 def test_they_equal_one_process(ranks: Ranks, tmp_path: Path) -> None:
-    for found in ranks(2, errors, tmp_path, NEW, 2):
-        assert found.keys() == set(NEW)
-        assert all(error <= oracle.TOLERANCE for error in found.values())
+    for error_by_layout in ranks(2, errors, tmp_path, NEW, 2):
+        assert error_by_layout.keys() == set(NEW)
+        assert all(error <= oracle.TOLERANCE for error in error_by_layout.values())
 
 
 @pytest.mark.product
 def test_those_of_4_and_8_ranks_equal_one_process(ranks: Ranks, tmp_path: Path) -> None:
     for most in (4, 8):
         for number, names in layouts.by_ranks(layouts.layouts(most)).items():
-            for found in ranks(number, errors, tmp_path, tuple(names), most):
-                assert all(error <= oracle.TOLERANCE for error in found.values()), found
+            for error_by_layout in ranks(number, errors, tmp_path, tuple(names), most):
+                assert all(error <= oracle.TOLERANCE for error in error_by_layout.values()), error_by_layout
 
 
 def test_plans_that_are_measured_are_dry_run(ranks: Ranks, tmp_path: Path) -> None:
@@ -106,19 +106,19 @@ def test_layouts_that_fail_do_not_take_others_with_them(tmp_path: Path, monkeypa
         return "ranks [1] ended with an error" if "b" in names else ""
 
     monkeypatch.setattr(several, "start", start)
-    told = several._checked(context, 2, ["a", "b", "c, d", "e"])
+    outcomes = several._checked(context, 2, ["a", "b", "c, d", "e"])
     assert started == [["a", "b", "c, d", "e"], ["c, d", "e"]]
-    assert told == {"a": 1e-12, "b": "ranks [1] ended with an error", "c, d": 1e-12, "e": 1e-12}
-    found = several.parity(told | {"f": layouts.APART}, 2)
-    assert (found.verdict, found.passed, found.total) == ("fail", 3, 4)
+    assert outcomes == {"a": 1e-12, "b": "ranks [1] ended with an error", "c, d": 1e-12, "e": 1e-12}
+    finding = several.parity(outcomes | {"f": layouts.APART}, 2)
+    assert (finding.verdict, finding.passed, finding.total) == ("fail", 3, 4)
     assert several.parity({"a": 1e-12, "f": layouts.APART}, 2).verdict == "pass"
 
 
 def test_waits_are_counted_by_layout() -> None:
     waits = "called a synchronizing CUDA operation"
-    found = several.without_waits({"a": {"waits": ""}, "b": {"waits": waits}, "c": None}, 2)
-    assert (found.verdict, found.passed, found.total) == ("fail", 1, 3)
-    assert found.notes == {"a": "none", "b": waits, "c": "not measured"}
+    finding = several.without_waits({"a": {"waits": ""}, "b": {"waits": waits}, "c": None}, 2)
+    assert (finding.verdict, finding.passed, finding.total) == ("fail", 1, 3)
+    assert finding.notes == {"a": "none", "b": waits, "c": "not measured"}
     assert several.without_waits({"a": {"waits": ""}}, 2).verdict == "pass"
 
 
@@ -156,8 +156,8 @@ def test_a_wait_of_a_step_is_told_and_the_step_goes_on(tmp_path: Path, monkeypat
 def test_memory_that_gpus_share_is_measured(ranks: Ranks, tmp_path: Path) -> None:
     """PyTorch keeps a workspace for each group, which its allocator does not count."""
     names = ("tp", "tp, products in shared memory")
-    for found in ranks(2, bytes_measured, tmp_path, names):
-        assert found == {"tp": 0, "tp, products in shared memory": 4096 + 512}
+    for bytes_by_layout in ranks(2, bytes_measured, tmp_path, names):
+        assert bytes_by_layout == {"tp": 0, "tp, products in shared memory": 4096 + 512}
 
 
 def bytes_measured(folder: Path, names: tuple[str, ...]) -> dict[str, int]:
@@ -172,7 +172,7 @@ def processes(*programs: str) -> list[subprocess.Popen[bytes]]:
 
 
 @pytest.mark.parametrize(
-    ("programs", "limit_s", "told"),
+    ("programs", "limit_s", "message"),
     [
         (("", ""), 60.0, ""),
         (("import time; time.sleep(60)", "raise SystemExit(3)"), 60.0,
@@ -183,13 +183,13 @@ def processes(*programs: str) -> list[subprocess.Popen[bytes]]:
     ids=["well", "error", "limit"],
 )  # fmt: skip
 def test_ranks_are_watched_together(
-    monkeypatch: pytest.MonkeyPatch, programs: tuple[str, ...], limit_s: float, told: str
+    monkeypatch: pytest.MonkeyPatch, programs: tuple[str, ...], limit_s: float, message: str
 ) -> None:
     """One rank's error ends the wait for the others, whichever rank it is."""
     monkeypatch.setattr(several, "AFTER_S", 0.1)
     started = processes(*programs)
     try:
-        assert several.ended(started, limit_s) == told
+        assert several.ended(started, limit_s) == message
     finally:
         for process in started:
             process.kill()

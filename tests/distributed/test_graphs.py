@@ -82,8 +82,8 @@ class WithScale(nn.Module):
 def subject(model: str) -> oracle.Subject:
     torch.manual_seed(7)
     if model in oracle.MODELS and model != "MLP":
-        made = oracle.MODELS[model](True)
-        return oracle.Subject(made.model, made.loss_fn, (made.batches * 2)[:STEPS])
+        original = oracle.MODELS[model](True)
+        return oracle.Subject(original.model, original.loss_fn, (original.batches * 2)[:STEPS])
     batches: list[oracle.Batch] = [
         {"inputs": torch.randn(16, 6, dtype=torch.float64), "label": torch.randint(4, (16,))} for _ in range(STEPS)
     ]
@@ -104,10 +104,10 @@ def train(model: str, name: str) -> tuple[float, int, int, int]:
 
     plan, kind = decode(from_rank_0(planned), mw.Plan, where="plan of rank 0"), RecordedKind()
     settings = oracle.OPTIMIZERS["AdamW"], oracle.MAX_GRAD_NORM
-    found, trainer = oracle.in_parallel(parallel, plan, *settings, partial(oracle.sharing_capture(key), kind=kind))
+    run, trainer = oracle.in_parallel(parallel, plan, *settings, partial(oracle.sharing_capture(key), kind=kind))
     serial = oracle.reference(subject(model), *settings, key=key)
-    error = oracle.compared(before, serial, found, trainer).error if trainer.rank == 0 else 0.0
-    return error, kind.made.captures, kind.made.pools, kind.made.replays
+    error = oracle.compared(before, serial, run, trainer).error if trainer.rank == 0 else 0.0
+    return error, kind.recorded.captures, kind.recorded.pools, kind.recorded.replays
 
 
 OF_OTHERS = ("one process", "recompute", "dp2", "gpipe", "zb-h1", "zb-h1 of 3", "interleaved")
@@ -154,12 +154,12 @@ def test_slots_that_share_a_pool_spoil_the_losses(monkeypatch: pytest.MonkeyPatc
 
 def a_trainer(layout: mw.Layout, kind: RecordedKind | None = None, model: str = "MLP", **change: Any) -> Trainer:
     """A trainer in this process; with ``kind``, its phases are graphs."""
-    made = subject(model)
-    captured = oracle.captured(("graphs", model), made)
+    training = subject(model)
+    captured = oracle.captured(("graphs", model), training)
     plan = msgspec.structs.replace(mw.plan(captured.graph, layout=layout), graphs=kind is not None, **change)
     return Trainer(
-        made.model, made.loss_fn, captured, plan, optimizer=oracle.OPTIMIZERS["SGD"], max_grad_norm=None, seed=3,
-        device=CPU, replan=adapt_plan, kind=kind,
+        training.model, training.loss_fn, captured, plan, optimizer=oracle.OPTIMIZERS["SGD"], max_grad_norm=None,
+        seed=3, device=CPU, replan=adapt_plan, kind=kind,
     )  # fmt: skip
 
 
@@ -182,7 +182,7 @@ def test_models_with_states_and_random_numbers_do_the_same_as_without_graphs(nam
     kind, batches = RecordedKind(), subject(model).batches
     with_graphs, without = a_trainer(layout, kind, model), a_trainer(layout, None, model)
     assert losses(with_graphs, batches) == pytest.approx(losses(without, batches), rel=1e-12)
-    assert kind.made.replays > 0
+    assert kind.recorded.replays > 0
     state = without.full_state_dict()
     for key, value in with_graphs.full_state_dict().items():
         torch.testing.assert_close(value, state[key], rtol=1e-12, atol=1e-12)
@@ -194,23 +194,23 @@ def test_a_smaller_batch_runs_without_graphs_and_leaves_those_of_the_others() ->
     small = {key: value[:8] for key, value in batches[0].items()}
     run = [*batches[:3], small, *batches[3:]]
     assert losses(trainer, run) == pytest.approx(losses(plain, run), rel=1e-12)
-    once = kind.made.captures
+    once = kind.recorded.captures
     assert once == 3, "prologue, forward and backward"
     run = [small, small, small]
     assert losses(trainer, run) == pytest.approx(losses(plain, run), rel=1e-12)
-    assert kind.made.captures == 2 * once, "another shape that stays is captured"
+    assert kind.recorded.captures == 2 * once, "another shape that stays is captured"
     assert losses(trainer, batches[:2]) == pytest.approx(losses(plain, batches[:2]), rel=1e-12)
-    assert kind.made.captures == 3 * once, "and those of the first shape were freed for it"
+    assert kind.recorded.captures == 3 * once, "and those of the first shape were freed for it"
 
 
 def test_an_evaluation_has_no_graphs() -> None:
     kind, batch = RecordedKind(), subject("MLP").batches[0]
     trainer = a_trainer(mw.Layout(), kind)
     losses(trainer, [batch] * 3)
-    replays = kind.made.replays
+    replays = kind.recorded.replays
     for _ in range(3):
         trainer.evaluate(batch)
-    assert kind.made.replays == replays
+    assert kind.recorded.replays == replays
 
 
 def test_parameters_that_moved_are_captured_again(caplog: pytest.LogCaptureFixture) -> None:
@@ -222,7 +222,7 @@ def test_parameters_that_moved_are_captured_again(caplog: pytest.LogCaptureFixtu
                 for value in trainer.parameters.own.values():
                     value.data = value.data.clone()
             assert losses(trainer, [batch]) == pytest.approx(losses(plain, [batch]), rel=1e-12)
-    assert kind.made.captures == 2
+    assert kind.recorded.captures == 2
     assert "parameters have moved" in caplog.text
 
 

@@ -73,8 +73,8 @@ def train(name: str, layout: Layout) -> oracle.LargestErrors:
     before = {each: value.clone() for each, value in serial.model.state_dict().items()}
     settings, key = (oracle.OPTIMIZERS["AdamW"], oracle.MAX_GRAD_NORM), ("grids", name)
     expected = oracle.reference(serial, *settings, key=key)
-    found, trainer = oracle.in_parallel(parallel, layout, *settings, oracle.sharing_capture(key))
-    return oracle.compared(before, expected, found, trainer)
+    run, trainer = oracle.in_parallel(parallel, layout, *settings, oracle.sharing_capture(key))
+    return oracle.compared(before, expected, run, trainer)
 
 
 @pytest.mark.parametrize(
@@ -99,10 +99,10 @@ def evaluate(layout: Layout) -> list[float]:
     trainer.step(subject.batches[0])
     oracle.in_one_process(replace(serial, batches=serial.batches[:1]), oracle.OPTIMIZERS["SGD"])
     ragged = {name: value[:5] for name, value in serial.batches[1].items()}
-    found = [float(trainer.evaluate(batch)) for batch in (serial.batches[1], ragged)]
+    losses = [float(trainer.evaluate(batch)) for batch in (serial.batches[1], ragged)]
     with torch.no_grad():
         plain = [serial.loss_fn(serial.model.eval(), batch) for batch in (serial.batches[1], ragged)]
-    return [*found, *(float(loss[0] if isinstance(loss, tuple) else loss) for loss in plain)]
+    return [*losses, *(float(loss[0] if isinstance(loss, tuple) else loss) for loss in plain)]
 
 
 @pytest.mark.parametrize("grid", [(2, 1, 2), pytest.param((2, 2, 1), marks=pytest.mark.product)], ids=str)
@@ -189,8 +189,8 @@ def train_dense(layout: Layout) -> oracle.LargestErrors:
     before = {key: value.clone() for key, value in serial.model.state_dict().items()}
     optimizer = oracle.OPTIMIZERS["SGD"]
     expected = oracle.reference(serial, optimizer, key="dense")
-    found, trainer = oracle.in_parallel(parallel, layout, optimizer, parallelize=oracle.sharing_capture("dense"))
-    return oracle.compared(before, expected, found, trainer)
+    run, trainer = oracle.in_parallel(parallel, layout, optimizer, parallelize=oracle.sharing_capture("dense"))
+    return oracle.compared(before, expected, run, trainer)
 
 
 @pytest.mark.parametrize(
@@ -214,17 +214,17 @@ def test_the_integer_program_transposes_alternate_layers_by_itself(grid: tuple[i
     plan = mw.plan(
         graph, layout=Layout(tp=grid), cluster="a100-40gb-box4-ss200x4", devices=grid[0] * grid[1]
     )  # fmt: skip
-    found = []
+    reductions = []
     for operator in graph.operators:
         if operator.target == "aten.mm.default" and not operator.backward:
             strategy = plan.stages[0].strategy(operator.name)
-            found.append(
+            reductions.append(
                 {axis: operator.rule is not None and operator.rule.reduced(strategy[axis], 0) for axis in ("tx", "ty")}
             )
-    assert len(found) == 6
-    for one, other in itertools.pairwise(found[1:]):
-        assert one["tx"] != one["ty"], "one axis splits input features, the other output features"
-        assert other == {"tx": one["ty"], "ty": one["tx"]}
+    assert len(reductions) == 6
+    for layer, other in itertools.pairwise(reductions[1:]):
+        assert layer["tx"] != layer["ty"], "one axis splits input features, the other output features"
+        assert other == {"tx": layer["ty"], "ty": layer["tx"]}
 
 
 # --- words -----------------------------------------------------------------------------------------------------------
@@ -286,8 +286,8 @@ def test_the_lowered_program_moves_the_words_of_the_formula(grid: tuple[int, int
     layout = alternating(graph, grid, dp, zero=2 if kept else 0)
     plan = mw.plan(graph, layout=layout, cluster="a100-40gb-box4-ss200x4", devices=layout.num_ranks)
     (program,) = PlanLowering(graph)(plan)
-    found = received(program)
-    assert any(found == pytest.approx(formula(grid, dp, kept, again)) for again in (False, True)), found
+    words = received(program)
+    assert any(words == pytest.approx(formula(grid, dp, kept, again)) for again in (False, True)), words
 
 
 def test_weight_gradients_are_computed_while_input_gradients_are_summed() -> None:

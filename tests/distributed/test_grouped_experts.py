@@ -82,13 +82,13 @@ def test_groups_compute_what_the_loop_computes(
         patch.object(grouped_experts, "has_grouped_product", lambda *_: way == "grouped"),
         patch.multiple(grouped_experts, BLOCK_ROWS=4, COPIED_BYTES=3000),
     ):
-        found, groups, hidden = grouped_experts.forward(*given_to, activation, first)
+        result, groups, hidden = grouped_experts.forward(*given_to, activation, first)
         slots = groups.of_slots(hidden)
         for again in (None, slots):
             back = grouped_experts.backward(grad, *given_to, again, activation, first)
             for gradient, expected in zip(back, gradients, strict=True):
                 assert torch.allclose(gradient, expected, tolerance, tolerance)
-    assert torch.allclose(found, output, tolerance, tolerance)
+    assert torch.allclose(result, output, tolerance, tolerance)
     num_kept = int(((index >= first) & (index < first + number)).sum())
     assert torch.allclose(slots.sum(0), kept[:num_kept].sum(0), tolerance, tolerance)
 
@@ -99,9 +99,9 @@ def test_a_token_that_is_not_a_number_stays_in_its_row() -> None:
     tokens[-1] = torch.nan
     index, weights = torch.randint(3, (9, 1)), torch.ones(9, 1, dtype=torch.float64)
     up, down = torch.randn(3, 16, 8, dtype=torch.float64), torch.randn(3, 8, 16, dtype=torch.float64)
-    found = grouped_experts.forward(tokens, index, weights, up, down, "relu", 0)[0]
-    assert bool(found[:-1].isfinite().all())
-    assert bool(found[-1].isnan().all())
+    result = grouped_experts.forward(tokens, index, weights, up, down, "relu", 0)[0]
+    assert bool(result[:-1].isfinite().all())
+    assert bool(result[-1].isnan().all())
 
 
 @settings(max_examples=30, deadline=None)

@@ -37,6 +37,6 @@ def test_rank_0_makes_for_all(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize(("kind", "name"), [("zero", "ZeroDivisionError: by zero"), ("awkward", "AwkwardError: ")])
 def test_no_error_of_rank_0_leaves_the_others_waiting(ranks: Ranks, kind: str, name: str) -> None:
-    own, told = ranks(2, made_by_rank_0, kind, timeout=20)
+    own, message = ranks(2, made_by_rank_0, kind, timeout=20)
     assert own.startswith(name)
-    assert told.startswith(f"RankError: rank 0: it failed: {name}")
+    assert message.startswith(f"RankError: rank 0: it failed: {name}")

@@ -132,14 +132,17 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 def two_sides(layout: mw.Layout) -> tuple[Side, Side, mw.Trainer, torch.optim.Optimizer, Batch]:
     torch.manual_seed(5)
-    made = Model().double()
+    original = Model().double()
     batch = {"inputs": torch.randn(8, WIDTH, dtype=torch.float64), "label": torch.randint(CLASSES, (8,))}
-    mine, plain = (
+    parallel, plain = (
         Side(model, loss_function(1.0, options), options)
-        for model, options in ((made, SimpleNamespace(shift=0.0)), (copy.deepcopy(made), SimpleNamespace(shift=0.0)))
+        for model, options in (
+            (original, SimpleNamespace(shift=0.0)),
+            (copy.deepcopy(original), SimpleNamespace(shift=0.0)),
+        )
     )
-    trainer = mw.parallelize(mine.model, mine.loss_fn, batch, plan=layout, optimizer=sgd)
-    return mine, plain, trainer, sgd(plain.model.parameters()), batch
+    trainer = mw.parallelize(parallel.model, parallel.loss_fn, batch, plan=layout, optimizer=sgd)
+    return parallel, plain, trainer, sgd(plain.model.parameters()), batch
 
 
 def plain_step(side: Side, optimizer: torch.optim.Optimizer, batch: Any) -> Tensor:
@@ -152,8 +155,8 @@ def plain_step(side: Side, optimizer: torch.optim.Optimizer, batch: Any) -> Tens
 
 def change_and_take_back(layout: mw.Layout, names: list[str]) -> list[tuple[str, list[float], list[int], float]]:
     """By change: errors of the losses; how often the step was captured; how much the change changed the loss."""
-    mine, plain, trainer, optimizer, batch = two_sides(layout)
-    found = []
+    parallel, plain, trainer, optimizer, batch = two_sides(layout)
+    results = []
     with patch.object(module_of_trainer, "capture", wraps=module_of_trainer.capture) as captures:
 
         def step() -> tuple[float, Tensor]:
@@ -166,7 +169,7 @@ def change_and_take_back(layout: mw.Layout, names: list[str]) -> list[tuple[str,
             errors, counts, moved = [], [], 0.0
             for action in (change, lambda side: None, take_back, change, take_back):
                 captures.reset_mock()
-                for side in (mine, plain):
+                for side in (parallel, plain):
                     action(side)
                 error, now = step()
                 errors.append(error)
@@ -174,8 +177,8 @@ def change_and_take_back(layout: mw.Layout, names: list[str]) -> list[tuple[str,
                 if action is change:
                     moved = max(moved, float(abs(now - before)))
                 before = now
-            found.append((name, errors, counts, moved))
-    return found
+            results.append((name, errors, counts, moved))
+    return results
 
 
 @pytest.mark.parametrize("layout", ["one", "dp2", "tp2", "pp2", "zero3"])
@@ -193,14 +196,14 @@ def test_what_the_step_reads_is_captured_again_when_it_changes(ranks: Ranks, lay
 
 
 def change_nothing_that_counts(layout: mw.Layout) -> tuple[int, list[float]]:
-    mine, plain, trainer, optimizer, batch = two_sides(layout)
+    parallel, plain, trainer, optimizer, batch = two_sides(layout)
     errors = []
     trainer.step(batch)
     plain_step(plain, optimizer, batch)
     trainer.evaluate(batch)
     with patch.object(module_of_trainer, "capture", wraps=module_of_trainer.capture) as captures:
         for change in UNREAD.values():
-            change(mine)
+            change(parallel)
             errors.append(error_of(trainer.step(batch), plain_step(plain, optimizer, batch)))
             trainer.evaluate(batch)
     return captures.call_count, errors
@@ -226,8 +229,8 @@ def default_dtype_and_momentum() -> tuple[float, float]:
     trainer, optimizer = mw.parallelize(model, loss_of, batch, plan=mw.Layout(), optimizer=sgd), sgd(plain.parameters())
     torch.set_default_dtype(torch.float64)
     try:
-        for one in (model, plain):
-            norm: Any = one[1]
+        for module in (model, plain):
+            norm: Any = module[1]
             norm.momentum = 0.9
         error = error_of(trainer.step(batch), plain_step(Side(plain, loss_of, SimpleNamespace()), optimizer, batch))
         return error, largest_error(trainer.full_state_dict(), plain.state_dict())
@@ -351,9 +354,9 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 def refusal_of(layout: mw.Layout, change: str) -> str:
-    mine, _, trainer, _, batch = two_sides(layout)
+    parallel, _, trainer, _, batch = two_sides(layout)
     trainer.step(batch)
-    REFUSED[change][0](mine.model)
+    REFUSED[change][0](parallel.model)
     with pytest.raises((ChangedModelError, CaptureError)) as caught:
         trainer.step(batch)
     return str(caught.value)
@@ -384,8 +387,8 @@ def test_a_step_under_autocast_is_refused(ranks: Ranks) -> None:
 
 
 def other_number_on_rank_1() -> None:
-    mine, _, trainer, _, batch = two_sides(mw.Layout(dp=2))
-    mine.model.temperature = 2.0 + trainer.rank
+    parallel, _, trainer, _, batch = two_sides(mw.Layout(dp=2))
+    parallel.model.temperature = 2.0 + trainer.rank
     trainer.step(batch)
 
 
@@ -418,10 +421,10 @@ WRITES: dict[str, Callable[[Any], Any]] = {
 
 def write(layout: mw.Layout, name: str) -> float | str:
     """The error of the loss after writing to both models, or how the trainer refuses it."""
-    mine, plain, trainer, optimizer, batch = two_sides(layout)
+    parallel, plain, trainer, optimizer, batch = two_sides(layout)
     trainer.step(batch)
     plain_step(plain, optimizer, batch)
-    for side in (mine, plain):
+    for side in (parallel, plain):
         WRITES[name](side.model)
     try:
         loss = trainer.step(batch)
@@ -446,12 +449,12 @@ def test_writing_to_the_model_trains_or_is_refused(ranks: Ranks, layout: str, na
 
 def load_after_writing(layout: mw.Layout, path: str) -> list[float]:
     """Errors of the losses after a refused write, and its remedy."""
-    mine, plain, trainer, _, batch = two_sides(layout)
-    expected = mine.loss_fn(plain.model, batch).detach()
+    parallel, plain, trainer, _, batch = two_sides(layout)
+    expected = parallel.loss_fn(plain.model, batch).detach()
     trainer.save(path)
     errors = []
     for remedy in (lambda: trainer.load_state_dict(plain.model.state_dict()), lambda: trainer.load(path)):
-        halve(mine.model.first.weight)
+        halve(parallel.model.first.weight)
         with pytest.raises(ChangedModelError):
             trainer.step(batch)
         remedy()
@@ -466,12 +469,12 @@ def test_whole_tensors_make_a_refused_write_good(ranks: Ranks, layout: str, tmp_
 
 
 def load_into_model(layout: mw.Layout) -> tuple[str, float]:
-    mine, plain, trainer, _, _ = two_sides(layout)
+    parallel, plain, trainer, _, _ = two_sides(layout)
     with pytest.raises(ChangedModelError) as caught:
-        mine.model.load_state_dict(plain.model.state_dict())
+        parallel.model.load_state_dict(plain.model.state_dict())
     whole = trainer.full_state_dict(all_ranks=True)
-    mine.model.load_state_dict(whole, assign=True)  # the way back to a plain model
-    return str(caught.value), largest_error(dict(mine.model.state_dict()), whole)
+    parallel.model.load_state_dict(whole, assign=True)  # the way back to a plain model
+    return str(caught.value), largest_error(dict(parallel.model.state_dict()), whole)
 
 
 @pytest.mark.parametrize("layout", ["tp2", "zero1", "zero3"])

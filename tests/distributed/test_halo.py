@@ -37,9 +37,9 @@ def exchange_at_random(seed: int) -> int:
             shape[dim] = end - first
             parts.append(torch.randint(0, 9, shape, generator=generator).to(dtype))
         dim -= draw.choice([0, len(shape)])
-        found = wait(halo_exchange_start(parts[me], dim, lows, highs, edges, 1.0, world.group_name, me))
-        assert torch.equal(found, halo_rows(parts[me], parts, dim, lows, highs, edges, 1.0, part=me))
-        moved += found.numel()
+        received = wait(halo_exchange_start(parts[me], dim, lows, highs, edges, 1.0, world.group_name, me))
+        assert torch.equal(received, halo_rows(parts[me], parts, dim, lows, highs, edges, 1.0, part=me))
+        moved += received.numel()
         if dtype == torch.bool:  # nothing is added up
             continue
         terms = []

@@ -20,12 +20,12 @@ from tests.distributed.pool import Ranks
 
 def labels_of(layout: mw.Layout) -> list[str]:
     """Of all collectives in a step."""
-    found: list[str] = []
+    labels: list[str] = []
     usual = Collectives._start
 
     def start(self: Collectives, operation: str, *args: Any, **options: Any) -> Any:
         work = usual(self, operation, *args, **options)
-        found.append(self._open[-1].text() if self._open else "")
+        labels.append(self._open[-1].text() if self._open else "")
         return work
 
     model, generator = MLP((6, 16, 4)), torch.Generator().manual_seed(1)
@@ -37,21 +37,21 @@ def labels_of(layout: mw.Layout) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Collectives, "_start", start)
         trainer.step(batch)
-    return found
+    return labels
 
 
 def test_tensor_parallel_traffic_is_named_by_micro_batch(ranks: Ranks) -> None:
     (first, second) = ranks(2, labels_of, mw.Layout(tp=2, microbatches=2))
     assert first == second
     for microbatch in range(2):
-        (one,) = [text for text in first if text.endswith(f", stage 0, micro-batch {microbatch})")]
-        assert one.startswith("#")
-        assert "all_reduce of 16 x float32, sum, butterfly (axis tp, layers.2:" in one
+        (label,) = [text for text in first if text.endswith(f", stage 0, micro-batch {microbatch})")]
+        assert label.startswith("#")
+        assert "all_reduce of 16 x float32, sum, butterfly (axis tp, layers.2:" in label
 
 
 def test_gradients_are_named_by_their_parameters(ranks: Ranks) -> None:
-    found = ranks(2, labels_of, mw.Layout(dp=2))[0]
-    assert any("(axis dp, gradients of layers.2.bias to layers.0.weight)" in text for text in found), found
+    labels = ranks(2, labels_of, mw.Layout(dp=2))[0]
+    assert any("(axis dp, gradients of layers.2.bias to layers.0.weight)" in text for text in labels), labels
 
 
 def wait_in_vain() -> str:
@@ -69,5 +69,5 @@ def wait_in_vain() -> str:
 
 
 def test_a_native_collective_that_is_waited_for_in_vain_is_named(ranks: Ranks) -> None:
-    told = ranks(2, wait_in_vain)[0]
-    assert "rank 0 is in #1 all_reduce of 5 x float32 (gradients of w), native" in told
+    message = ranks(2, wait_in_vain)[0]
+    assert "rank 0 is in #1 all_reduce of 5 x float32 (gradients of w), native" in message

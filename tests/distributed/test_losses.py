@@ -100,14 +100,14 @@ def trained(name: str, layout: mw.Layout) -> tuple[float, int]:
     if name.startswith("another"):
         batch["labels"] = batch["labels"].clamp(min=0)
     alone = copy.deepcopy(model)
-    subjects = [oracle.Subject(one, loss_fn, [batch] * 3) for one in (alone, model)]
+    subjects = [oracle.Subject(module, loss_fn, [batch] * 3) for module in (alone, model)]
     expected = oracle.reference(subjects[0], oracle.MORE_OPTIMIZERS["plain SGD"])
-    found, trainer = oracle.in_parallel(
+    run, trainer = oracle.in_parallel(
         subjects[1], layout, oracle.MORE_OPTIMIZERS["plain SGD"], parallelize=oracle.sharing_capture(("losses", name))
     )
-    error = oracle.error_of(torch.stack(found.losses), torch.stack(expected.losses))
+    error = oracle.error_of(torch.stack(run.losses), torch.stack(expected.losses))
     if trainer.rank == 0:
-        error = max(error, oracle.largest_error(found.state, expected.state))
+        error = max(error, oracle.largest_error(run.state, expected.state))
     return error, sum(trainer.parameters.is_sharded(parameter) for parameter in trainer.parameters)
 
 

@@ -106,9 +106,9 @@ def _live(
 
 @pytest.fixture
 def participants(request: pytest.FixtureRequest) -> Iterator[Participants]:
-    found = Participants(request.node.name)
-    yield found
-    found.close()
+    members = Participants(request.node.name)
+    yield members
+    members.close()
 
 
 def until(done: Callable[[], bool]) -> None:
@@ -121,20 +121,20 @@ def until(done: Callable[[], bool]) -> None:
 
 def letters(mailbox: ZmqMailbox, number: int) -> list[Letter]:
     """The next letters that come."""
-    found: list[Letter] = []
-    mailbox.receive_until(lambda: len(found) == number, found.append, f"{number} letters", WAIT_S)
-    return found
+    received: list[Letter] = []
+    mailbox.receive_until(lambda: len(received) == number, received.append, f"{number} letters", WAIT_S)
+    return received
 
 
 def views_until(mailbox: ZmqMailbox, done: Callable[[View], bool]) -> list[View]:
     """The views that follow, until ``done``. Letters that come meanwhile are dropped."""
-    found = [mailbox.view]
-    while not done(found[-1]):
+    views = [mailbox.view]
+    while not done(views[-1]):
         mailbox.receive(WAIT_S)
-        assert mailbox.view.epoch - found[-1].epoch in (0, 1), "views are seen in order, one by one"
-        if mailbox.view.epoch != found[-1].epoch:
-            found.append(mailbox.view)
-    return found
+        assert mailbox.view.epoch - views[-1].epoch in (0, 1), "views are seen in order, one by one"
+        if mailbox.view.epoch != views[-1].epoch:
+            views.append(mailbox.view)
+    return views
 
 
 # --- what arrives -----------------------------------------------------------------------------------------------------
@@ -152,15 +152,15 @@ def send_first_then_receive(mailbox: ZmqMailbox) -> dict[str, list[int]]:
             tensor = torch.full((generator.choice(SIZES),), number, dtype=torch.float64)
             mailbox.send(other, "count", (number,), (tensor,), other)
             tensor.fill_(-1)  # it may be overwritten
-    found: dict[str, list[int]] = {other: [] for other in others}
+    numbers: dict[str, list[int]] = {other: [] for other in others}
     for letter in letters(mailbox, NUM * len(others)):
         assert letter.kind == "count"
         assert letter.text == mailbox.name
         assert letter.tensors[0].numel() in SIZES
         assert bool((letter.tensors[0] == letter.numbers[0]).all())
         letter.tensors[0].add_(1)
-        found[letter.sender].append(letter.numbers[0])
-    return found
+        numbers[letter.sender].append(letter.numbers[0])
+    return numbers
 
 
 @NEAR_AND_FAR
@@ -182,17 +182,19 @@ def is_refused(mailbox: ZmqMailbox) -> str:
 
 
 def refuses(mailbox: ZmqMailbox) -> list[Letter]:
-    found: list[Letter] = []
-    mailbox.receive_until(lambda: "replica 0" not in mailbox.view.members, found.append, "its end", WAIT_S)
-    return found
+    received: list[Letter] = []
+    mailbox.receive_until(lambda: "replica 0" not in mailbox.view.members, received.append, "its end", WAIT_S)
+    return received
 
 
 def test_a_participant_with_another_token_is_refused(participants: Participants) -> None:
     names = ["replica 0", "replica 1"]
     participants.start("replica 0", is_refused, names=names, token="another")
     participants.start("replica 1", refuses, names=names, token="the token of this job")
-    said, letters_taken = participants.results().values()
-    assert said.startswith("replica 1: it refuses the connection: its job has another token\n  -> start all processes")
+    message, letters_taken = participants.results().values()
+    assert message.startswith(
+        "replica 1: it refuses the connection: its job has another token\n  -> start all processes"
+    )
     assert letters_taken == []
 
 
@@ -221,14 +223,14 @@ def receive_all_types(mailbox: ZmqMailbox) -> None:
         assert letter[:3] == ("replica 0", "all", (-(2**63), 0, 2**63 - 1))
         assert letter.text == "\N{GREEK SMALL LETTER ALPHA}"
         wanted: list[tuple[torch.Tensor, ...]] = [everything]
-        found = [letter.tensors]
+        received = [letter.tensors]
         for tensor in everything:
             wanted += [(tensor[:5], tensor[:0]), (tensor[::3],)]
-            found += [each.tensors for each in letters(mailbox, 2)]
-        for given, came in zip(wanted, found, strict=True):
-            for one, other in zip(given, came, strict=True):
-                assert one.dtype == other.dtype
-                assert torch.equal(one.contiguous().view(torch.uint8), other.view(torch.uint8))
+            received += [each.tensors for each in letters(mailbox, 2)]
+        for given, contents in zip(wanted, received, strict=True):
+            for expected, other in zip(given, contents, strict=True):
+                assert expected.dtype == other.dtype
+                assert torch.equal(expected.contiguous().view(torch.uint8), other.view(torch.uint8))
 
 
 @NEAR_AND_FAR
@@ -384,11 +386,11 @@ def test_whoever_was_declared_dead_learns_it(participants: Participants) -> None
     log = ViewLog(participants.store)
     until(lambda: log.newest()[0] == 0)
     log.remove("replica 0", 0, "the launcher has lost it")
-    found = participants.results()
-    assert found[names[0]].startswith(
+    results = participants.results()
+    assert results[names[0]].startswith(
         "replica 0: it was declared dead by other participants: the launcher has lost it\n"
     )
-    assert [view.epoch for view in found[names[1]]] == [0, 1]
+    assert [view.epoch for view in results[names[1]]] == [0, 1]
 
 
 def test_a_silent_participant_of_another_box_counts_as_dead(participants: Participants) -> None:
@@ -432,10 +434,10 @@ def test_a_replica_dies_as_a_whole(participants: Participants, far: bool) -> Non
         participants.start(f"1.{column}", body, *args, name="replica 1", **common)
     until(lambda: participants.store.check([f"place/replica {r}/0/{c}" for r in range(2) for c in range(2)]))
     participants.kill("1.1")
-    found = participants.results()
-    assert found["0.0"] == found["0.1"]
-    assert found["0.0"][-1] == View(1, ("replica 0",), {"replica 0": 0})
-    assert "declared dead" in found["1.0"]
+    results = participants.results()
+    assert results["0.0"] == results["0.1"]
+    assert results["0.0"][-1] == View(1, ("replica 0",), {"replica 0": 0})
+    assert "declared dead" in results["1.0"]
 
 
 def write_and_wait(mailbox: ZmqMailbox, directory: Path, life: int) -> None:
@@ -447,16 +449,16 @@ def write_and_wait(mailbox: ZmqMailbox, directory: Path, life: int) -> None:
 def read_lives(mailbox: ZmqMailbox, go: Path, last: int) -> list[tuple[str, int, int]]:
     """What is seen, in order: views (with the epoch in which replica 1 joined) and letters of lives."""
     until(go.exists)
-    found = []
-    while ("letter", last, mailbox.view.epoch) not in found:
+    entries = []
+    while ("letter", last, mailbox.view.epoch) not in entries:
         epoch = mailbox.view.epoch
         letter = mailbox.receive(WAIT_S)
         if letter is not None:
             assert bool((letter.tensors[0] == letter.numbers[0]).all())
-            found.append(("letter", letter.numbers[0], epoch))
+            entries.append(("letter", letter.numbers[0], epoch))
         else:
-            found.append(("view", mailbox.view.joined.get("replica 1", -1), mailbox.view.epoch))
-    return found
+            entries.append(("view", mailbox.view.joined.get("replica 1", -1), mailbox.view.epoch))
+    return entries
 
 
 @NEAR_AND_FAR
@@ -471,18 +473,18 @@ def test_letters_of_a_former_life_stay_away(participants: Participants, tmp_path
         if life < 2:
             participants.kill(f"life {life}")
     (tmp_path / "go").touch()
-    found = participants.result(names[0])
-    assert [seen[1:] for seen in found if seen[0] == "view"] == [(-1, 1), (2, 2), (-1, 3), (4, 4)]
-    for _, life, epoch in [seen for seen in found if seen[0] == "letter"]:
+    entries = participants.result(names[0])
+    assert [seen[1:] for seen in entries if seen[0] == "view"] == [(-1, 1), (2, 2), (-1, 3), (4, 4)]
+    for _, life, epoch in [seen for seen in entries if seen[0] == "letter"]:
         assert epoch in {0: (0, 1), 1: (2, 3), 2: (4,)}[life]
 
 
 def greet_the_restarted(mailbox: ZmqMailbox) -> int:
-    found: list[Letter] = []
-    mailbox.receive_until(lambda: mailbox.view.joined.get("replica 2", 0) > 0, found.append, "the restarted", WAIT_S)
+    received: list[Letter] = []
+    mailbox.receive_until(lambda: mailbox.view.joined.get("replica 2", 0) > 0, received.append, "the restarted", WAIT_S)
     for name in mailbox.view.members:
         mailbox.send(name, "hello")
-    mailbox.receive_until(lambda: len(found) == 3, found.append, "greetings", WAIT_S)
+    mailbox.receive_until(lambda: len(received) == 3, received.append, "greetings", WAIT_S)
     return mailbox.view.joined["replica 2"]
 
 
@@ -495,9 +497,9 @@ def test_a_participant_is_restarted_before_all_have_come(participants: Participa
     participants.start("life 1", greet_the_restarted, name=names[2], names=names, life=1)
     until(lambda: participants.store.check(["place/replica 2/1/0"]))
     participants.start(names[1], greet_the_restarted, names=names)
-    found = participants.results()
-    assert found.pop("life 0") is None
-    assert list(found.values()) == [2, 2, 2]
+    results = participants.results()
+    assert results.pop("life 0") is None
+    assert list(results.values()) == [2, 2, 2]
 
 
 # --- kills at random --------------------------------------------------------------------------------------------------
@@ -528,11 +530,11 @@ def talk(mailbox: ZmqMailbox, directory: Path, life: int) -> None:
                 mailbox.send(to, "talk", (view.joined[mailbox.name], view.joined[to], number), (value,))
             letter = mailbox.receive(generator.choice([0.0, 0.0, 0.05]))
             if letter is not None:
-                theirs, mine, number = letter.numbers
-                assert mine == view.joined[mailbox.name], "a letter to a former life"
-                assert mailbox.view.joined.get(letter.sender, theirs) == theirs, "a letter of a former life"
-                assert number == counts.get((letter.sender, theirs), -1) + 1
-                counts[letter.sender, theirs] = number
+                their_epoch, own_epoch, number = letter.numbers
+                assert own_epoch == view.joined[mailbox.name], "a letter to a former life"
+                assert mailbox.view.joined.get(letter.sender, their_epoch) == their_epoch, "a letter of a former life"
+                assert number == counts.get((letter.sender, their_epoch), -1) + 1
+                counts[letter.sender, their_epoch] = number
                 assert bool((letter.tensors[0] == number).all())
                 lives = [entry for entry in view.joined.items() if entry[0] != mailbox.name]
                 if lives and set(lives) <= counts.keys():
@@ -570,9 +572,9 @@ def check_views(participants: Participants, directory: Path) -> None:
     views = [log.read(epoch).view(epoch) for epoch in range(newest + 1)]
     lines = [f"{view.epoch} {view.members} {sorted(view.joined.items())}" for view in views]
     for path in directory.glob("replica*"):
-        found = path.read_text().splitlines()
-        first = int(found[0].split()[0]) if found else 0
-        assert found == lines[first : first + len(found)]
+        seen_lines = path.read_text().splitlines()
+        first = int(seen_lines[0].split()[0]) if seen_lines else 0
+        assert seen_lines == lines[first : first + len(seen_lines)]
 
 
 def talk_until_removed(mailbox: ZmqMailbox, directory: Path, life: int) -> str:
@@ -645,8 +647,8 @@ def live_in_a_box(
 def cut_the_link(mailbox: ZmqMailbox, store: Any) -> list[View]:
     for name in mailbox.view.members:
         mailbox.send(name, "hello", (), (torch.ones(2**18),))
-    came = letters(mailbox, 5)  # thanks: they have had theirs
-    assert sum(int(tensor.sum()) for letter in came for tensor in letter.tensors) == 3 * 2**18
+    thanks = letters(mailbox, 5)  # they have had theirs
+    assert sum(int(tensor.sum()) for letter in thanks for tensor in letter.tensors) == 3 * 2**18
     store.wait(["replica 1 knows", "replica 2 knows"])  # replies are sent by another thread
     os.system(f"ip link set {LINK} down")
     return views_until(mailbox, lambda view: len(view.members) == 1)
@@ -678,16 +680,16 @@ def in_boxes(rate_bits_per_s: float, *lives: tuple[int, Callable[..., Any]]) -> 
             theirs.close()
             pipes.append(ours)
             processes.append(process)
-        found = []
+        results = []
         for pipe in pipes:
             assert pipe.poll(2 * WAIT_S)
             error, value = pickle.loads(pipe.recv_bytes())
             assert not error, error
-            found.append(value)
+            results.append(value)
         for process in processes:
             process.kill()
             process.join()
-    return found
+    return results
 
 
 @pytest.mark.usefixtures("networks")

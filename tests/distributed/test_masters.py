@@ -33,8 +33,8 @@ def test_masters_are_stepped_as_float32_parameters(inner: Any) -> None:
     for _ in range(5):
         gradient = torch.randn(8, 4).bfloat16()
         parameter.grad, expected.grad = gradient, gradient.float()
-        for one in (optimizer, schedule, reference, same_schedule):
-            one.step()
+        for stepper in (optimizer, schedule, reference, same_schedule):
+            stepper.step()
         assert torch.equal(optimizer.state[parameter]["master"], expected.detach())
         assert torch.equal(parameter.detach(), expected.detach().bfloat16())
     assert other not in optimizer.state, "it has no gradient"
@@ -56,17 +56,17 @@ def train_save_and_load(path: str, layout: mw.Layout) -> tuple[bool, list[float]
     expected = [trainer.step(batch).item() for _ in range(3)]
     other, _ = a_trainer(layout)
     other.load(path)
-    found = [other.step(batch).item() for _ in range(3)]
+    resumed_losses = [other.step(batch).item() for _ in range(3)]
     states = [value for state in other.optimizer.state.values() for key, value in state.items() if key == "master"]
     right = all(value.dtype == torch.float32 for value in states) and len(states) == len(other.parameters.trainable)
     held = sum(value.numel() for value in states)
-    return right, expected, found, held, sum(value.numel() for value in other.parameters.own.values())
+    return right, expected, resumed_losses, held, sum(value.numel() for value in other.parameters.own.values())
 
 
 def test_masters_are_split_like_parameters_and_are_in_checkpoints(ranks: Ranks, tmp_path: Path) -> None:
-    right, expected, found, whole, _ = train_save_and_load(str(tmp_path / "one"), mw.Layout())
+    right, expected, resumed_losses, whole, _ = train_save_and_load(str(tmp_path / "one"), mw.Layout())
     assert right
-    assert expected == found, "bit by bit: not from rounded parameters"
+    assert expected == resumed_losses, "bit by bit: not from rounded parameters"
     for right, losses, again, held, own in ranks(
         2, train_save_and_load, str(tmp_path / "two"), mw.Layout(dp=2, zero=1)
     ):

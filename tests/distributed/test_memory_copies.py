@@ -36,7 +36,7 @@ def loader(trainer: mw.Trainer) -> TensorLoader:
     return TensorLoader(data, batch_size=8, seed=3, shard=trainer.data_shard)
 
 
-def made(memories: list[str], layout: dict[str, Any]) -> tuple[mw.Trainer, TensorLoader, MemoryCopies]:
+def trainer_with_copies(memories: list[str], layout: dict[str, Any]) -> tuple[mw.Trainer, TensorLoader, MemoryCopies]:
     """This rank's trainer; the ranks are divided over the launchers with these memories."""
     trainer = a_trainer(adamw, SIZES, plan=mw.Layout(**layout), max_grad_norm=1.0)
     each = -(-trainer.plan.mesh.world_size // len(memories))
@@ -52,7 +52,7 @@ def steps(trainer: mw.Trainer, own: TensorLoader, count: int) -> list[float]:
 
 def begin(memories: list[str], layout: dict[str, Any]) -> list[float]:
     """Three steps, with copies after the second and the third; the losses of two steps more."""
-    trainer, own, copies = made(memories, layout)
+    trainer, own, copies = trainer_with_copies(memories, layout)
     steps(trainer, own, 2)
     copies.make(2)
     steps(trainer, own, 1)
@@ -62,7 +62,7 @@ def begin(memories: list[str], layout: dict[str, Any]) -> list[float]:
 
 
 def go_on(memories: list[str], layout: dict[str, Any], saved: int = -1) -> tuple[int, list[float]]:
-    trainer, own, copies = made(memories, layout)
+    trainer, own, copies = trainer_with_copies(memories, layout)
     copies.resume(lambda: saved)
     step = trainer.step_number
     return step, steps(trainer, own, 2)
@@ -88,28 +88,28 @@ ON_ONE_HOST = {
 def test_other_ranks_go_on_from_memory(ranks: Ranks, memories: list[str], case: str) -> None:
     before, layout, after, other = ON_ONE_HOST[case]
     expected = ranks(before, begin, memories[:1], layout)[0]
-    for step, found in ranks(after, go_on, memories[:1], other):
+    for step, losses in ranks(after, go_on, memories[:1], other):
         assert step == 3
-        assert found == pytest.approx(expected, rel=0, abs=1e-9)
+        assert losses == pytest.approx(expected, rel=0, abs=1e-9)
         if layout == other:
-            assert found == expected
+            assert losses == expected
 
 
 def test_a_lost_host_is_replaced_by_the_copies_on_the_other(ranks: Ranks, memories: list[str]) -> None:
     """Stages 0 and 1 are on the one host, 2 and 3 on the other: what is lost, its neighbour has."""
     expected = ranks(4, begin, memories, {"pp": 4, "microbatches": 2})[0]
     for left in memories:
-        for step, found in ranks(2, go_on, [left], {"dp": 2}):
+        for step, losses in ranks(2, go_on, [left], {"dp": 2}):
             assert step == 3
-            assert found == pytest.approx(expected, rel=0, abs=1e-9)
+            assert losses == pytest.approx(expected, rel=0, abs=1e-9)
 
 
 def test_what_only_another_host_has_is_sent(ranks: Ranks, memories: list[str]) -> None:
     """The copies of both hosts are needed by ranks of both: each stage goes to the other host."""
     expected = ranks(4, begin, memories, {"dp": 2, "tp": 2})[0]
-    for step, found in ranks(4, go_on, [memories[1], memories[0]], {"tp": 4}):
+    for step, losses in ranks(4, go_on, [memories[1], memories[0]], {"tp": 4}):
         assert step == 3
-        assert found == pytest.approx(expected, rel=0, abs=1e-9)
+        assert losses == pytest.approx(expected, rel=0, abs=1e-9)
 
 
 def test_the_later_of_disk_and_memory_counts(ranks: Ranks, memories: list[str]) -> None:
@@ -120,7 +120,7 @@ def test_the_later_of_disk_and_memory_counts(ranks: Ranks, memories: list[str]) 
 
 def begin_and_die(memories: list[str], layout: dict[str, Any]) -> None:
     """A copy after the second step; rank 1 is killed in the middle of the next."""
-    trainer, own, copies = made(memories, layout)
+    trainer, own, copies = trainer_with_copies(memories, layout)
     steps(trainer, own, 2)
     copies.make(2)
     steps(trainer, own, 1)
@@ -139,14 +139,14 @@ def test_a_copy_that_was_not_finished_does_not_count(ranks: Ranks, memories: lis
 def copies_made(memories: list[str], share: float, num_steps: int) -> list[int]:
     """The steps after which a run copies its state."""
     memory_copies.SHARE = share
-    trainer, own, copies = made(memories, {"dp": 2})
-    found = []
+    trainer, own, copies = trainer_with_copies(memories, {"dp": 2})
+    copied_steps = []
     for step in range(1, num_steps + 1):
         steps(trainer, own, 1)
         if copies.is_due(step):
             copies.make(step)
-            found.append(step)
-    return found
+            copied_steps.append(step)
+    return copied_steps
 
 
 def test_copies_are_as_frequent_as_they_are_cheap(ranks: Ranks, memories: list[str]) -> None:
@@ -159,7 +159,7 @@ def test_copies_are_as_frequent_as_they_are_cheap(ranks: Ranks, memories: list[s
 def without_memory(memories: list[str]) -> bool:
     before, memory_copies.available_bytes = memory_copies.available_bytes, lambda: 1000
     try:
-        trainer, own, copies = made(memories, {"dp": 2})
+        trainer, own, copies = trainer_with_copies(memories, {"dp": 2})
         steps(trainer, own, 2)
         copies.make(2)
         return copies.is_due(1) or copies.is_due(4)
@@ -177,7 +177,7 @@ def test_without_memory_there_are_no_copies(ranks: Ranks, memories: list[str]) -
 
 def bytes_held(memories: list[str], layout: dict[str, Any], path: str) -> tuple[StateCopies, StateCopies]:
     """The bytes of this rank's copies, and those that are predicted for it."""
-    trainer, own, copies = made(memories, layout)
+    trainer, own, copies = trainer_with_copies(memories, layout)
     steps(trainer, own, 1)
     copies.make(1)
     copies.finish()
@@ -251,9 +251,9 @@ def test_a_launchers_memory_outlives_its_writers_and_ends_with_it(ranks: Ranks) 
         with pytest.raises(RanksFailedError):
             ranks(1, write_and_die, memory)
         ((slot, other),) = slots_of(memory)
-        found = slot.read()
-        assert found is not None
-        step, head, data = found
+        record = slot.read()
+        assert record is not None
+        step, head, data = record
         assert (step, head, data.tolist()) == (12, b"head", [1, 2, 3])
         assert other.read() is None
         slot.begin(5, b"longer")

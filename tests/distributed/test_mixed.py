@@ -72,11 +72,11 @@ ONE = {"samples": "sample", "rows": "height", "channels": "stationary-x", "filte
 
 def pinned(name: str, words: str) -> dict[str, str]:
     """That every convolution of a network that can, and nothing else, splits so."""
-    found = {}
-    for module, one in (NETWORKS | LARGE)[name]().model.named_modules():
-        if isinstance(one, nn.Conv2d | nn.ConvTranspose2d):
-            found[module] = words
-    return found
+    pins = {}
+    for module, layer in (NETWORKS | LARGE)[name]().model.named_modules():
+        if isinstance(layer, nn.Conv2d | nn.ConvTranspose2d):
+            pins[module] = words
+    return pins
 
 
 @cache
@@ -106,8 +106,8 @@ def train(name: str, layout: mw.Layout) -> oracle.LargestErrors:
     before = {each: value.clone() for each, value in serial.model.state_dict().items()}
     optimizer, key = oracle.OPTIMIZERS["SGD"], ("mixed", name)
     expected = oracle.reference(serial, optimizer, key=key)
-    found, trainer = oracle.in_parallel(parallel, layout, optimizer, parallelize=oracle.sharing_capture(key))
-    return oracle.compared(before, expected, found, trainer)
+    run, trainer = oracle.in_parallel(parallel, layout, optimizer, parallelize=oracle.sharing_capture(key))
+    return oracle.compared(before, expected, run, trainer)
 
 
 def check(ranks: Ranks, name: str, layout: mw.Layout) -> None:
@@ -182,10 +182,10 @@ def test_segments_of_the_ranks_reduce_at_once(ranks: Ranks) -> None:
     pins = {"convolutions.3": "stationary-x@m1 sample@m2"}
     trace = ranks(4, traced, mw.Layout(mixed=(2, 2), pin=pins))[0]
     sums = [span for span in trace.spans if span.stream == "communication" and span.what.startswith("all_reduce m1 of")]
-    assert {one.what for one in sums} == {"all_reduce m1 of ranks 0 2", "all_reduce m1 of ranks 1 3"}
+    assert {span.what for span in sums} == {"all_reduce m1 of ranks 0 2", "all_reduce m1 of ranks 1 3"}
     assert any(
-        one.what != other.what and max(one.start_s, other.start_s) < min(one.end_s, other.end_s)
-        for one, other in itertools.combinations(sums, 2)
+        span.what != other.what and max(span.start_s, other.start_s) < min(span.end_s, other.end_s)
+        for span, other in itertools.combinations(sums, 2)
     )
 
 

@@ -64,13 +64,13 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def found_by(one: Subject, draw: Chance) -> str:
+def found_by(whole: Subject, draw: Chance) -> str:
     """How the property test finds a rule out: by its ``values``, by a ``crash`` of the operator, or not at all."""
     try:
-        check_everything(one, draw)
-        cuts = composites(one)
+        check_everything(whole, draw)
+        cuts = composites(whole)
         if cuts:
-            check_everything(refined(one, cuts), draw)
+            check_everything(refined(whole, cuts), draw)
     except WrongRuleError:
         return "values"
     except CRASHES:
@@ -91,9 +91,9 @@ def ends(target: Any, build: Any, enough: frozenset[str] = frozenset({"values", 
         for kind, wrong in mutants(whole.operator, whole.call, draw):
             if seen.get(kind) in enough or (target in UNCHECKED and kind not in HARMLESS):
                 continue
-            one = subject(target, args, kwargs, {target: wrong})
-            assert isinstance(one, Subject)
-            how = found_by(one, draw)
+            mutant = subject(target, args, kwargs, {target: wrong})
+            assert isinstance(mutant, Subject)
+            how = found_by(mutant, draw)
             seen[kind] = how if how in enough else seen.get(kind) or how
         if seed > 10 and enough.issuperset(seen.values()):
             break

@@ -58,11 +58,11 @@ def train(schedule: str, pp: int, receivers: tuple[int, ...] = (), **more: int) 
         stages = tuple(msgspec.structs.replace(stage, receivers=both) for stage in plan.stages)
         plan = msgspec.structs.replace(plan, stages=stages)
     with nccl_laws():
-        found, trainer = oracle.in_parallel(parallel, plan, *settings, oracle.sharing_capture(key))
+        run, trainer = oracle.in_parallel(parallel, plan, *settings, oracle.sharing_capture(key))
     assert dist.group.WORLD is not None
     assert all(isinstance(group, LawfulGroup) for group in member(dist.group.WORLD).directions or (None,))
     serial = oracle.reference(subject(pp), *settings, key=key)
-    return oracle.compared(before, serial, found, trainer).error if trainer.rank == 0 else 0.0
+    return oracle.compared(before, serial, run, trainer).error if trainer.rank == 0 else 0.0
 
 
 def cases() -> Iterator[object]:
@@ -106,14 +106,14 @@ OTHERS: dict[str, tuple[str, mw.Layout]] = {
 """Layouts without a pipeline, each with a model."""
 
 
-def made(model: str) -> oracle.Subject:
+def subject_of(model: str) -> oracle.Subject:
     torch.manual_seed(7)
     return oracle.MODELS[model](False)
 
 
 def train_other(name: str) -> float:
     model, layout = OTHERS[name]
-    parallel, settings, key = made(model), (oracle.OPTIMIZERS["SGD"], None), ("laws", model)
+    parallel, settings, key = subject_of(model), (oracle.OPTIMIZERS["SGD"], None), ("laws", model)
     before = {each: value.clone() for each, value in parallel.model.state_dict().items()}
     graph = oracle.captured(key, parallel).graph
 
@@ -122,9 +122,9 @@ def train_other(name: str) -> float:
 
     plan = decode(from_rank_0(planned), mw.Plan, where="plan of rank 0")
     with nccl_laws():
-        found, trainer = oracle.in_parallel(parallel, plan, *settings, oracle.sharing_capture(key))
-    serial = oracle.reference(made(model), *settings, key=key)
-    return oracle.compared(before, serial, found, trainer).error if trainer.rank == 0 else 0.0
+        run, trainer = oracle.in_parallel(parallel, plan, *settings, oracle.sharing_capture(key))
+    serial = oracle.reference(subject_of(model), *settings, key=key)
+    return oracle.compared(before, serial, run, trainer).error if trainer.rank == 0 else 0.0
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -177,18 +177,18 @@ def first_sends() -> tuple[bool, bool]:
     """Both ranks send, then receive; with a communicator for each direction, and with one."""
     up, down, other = group_of_all(), group_of_all(), 1 - dist.get_rank()
     out, back = (up, down) if other else (down, up)
-    got = torch.empty(2)
-    works = [out.send([torch.full((2,), float(other))], other), back.recv([got], other)]
+    received = torch.empty(2)
+    works = [out.send([torch.full((2,), float(other))], other), back.recv([received], other)]
     for work in works:
         work.wait()
     dist.barrier()
-    one = group_of_all(STUCK_S)
-    stuck = [one.send([torch.ones(2)], other), one.recv([got.clone()], other)]
+    shared_group = group_of_all(STUCK_S)
+    stuck = [shared_group.send([torch.ones(2)], other), shared_group.recv([received.clone()], other)]
     try:
         stuck[0].wait()
     except TimeoutError:
-        return bool((got == float(1 - other)).all()), True
-    return bool((got == float(1 - other)).all()), False
+        return bool((received == float(1 - other)).all()), True
+    return bool((received == float(1 - other)).all()), False
 
 
 def test_two_sends_in_one_communicator_wait_for_ever(ranks: Ranks) -> None:
@@ -198,17 +198,17 @@ def test_two_sends_in_one_communicator_wait_for_ever(ranks: Ranks) -> None:
 def batched() -> list[float]:
     """A ring of messages, in one batch: a send and a receive of each rank progress together."""
     group, rank, size = group_of_all(), dist.get_rank(), dist.get_world_size()
-    got = torch.empty(3)
+    received = torch.empty(3)
     with nccl_laws():
         works = dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, torch.full((3,), float(rank)), group=group, group_peer=(rank + 1) % size),
-                dist.P2POp(dist.irecv, got, group=group, group_peer=(rank - 1) % size),
+                dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % size),
             ]
         )
     for work in works:
         work.wait()
-    return got.tolist()
+    return received.tolist()
 
 
 def test_a_batch_goes_around_a_ring(ranks: Ranks) -> None:

@@ -169,12 +169,12 @@ def test_a_pickle_is_refused_and_not_run(tmp_path: Path) -> None:
 
 def exchanged(directory: str) -> list[Any]:
     rank, path = dist.get_rank(), Path(directory) / "run"
-    found: list[Any] = [from_every_rank({"rank": rank, "value": torch.full((rank, 3), float(rank))})]
-    found.append(from_rank_0(lambda: (Layout(dp=2), {1: [rank]})))
+    results: list[Any] = [from_every_rank({"rank": rank, "value": torch.full((rank, 3), float(rank))})]
+    results.append(from_rank_0(lambda: (Layout(dp=2), {1: [rank]})))
     try:
         from_rank_0(lambda: object())
     except Exception as error:  # noqa: BLE001 - rank 0 raises another than the others
-        found.append(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        results.append(f"{type(error).__name__}: {str(error).splitlines()[0]}")
     board = Board()
     if rank == 0:  # as somebody who reaches the store
         data = pickle.dumps(Marked(str(path)))
@@ -183,11 +183,11 @@ def exchanged(directory: str) -> list[Any]:
     try:
         board.read("key", 0)
     except RankError as error:
-        found.append(error.problem.partition(":")[0])
+        results.append(error.problem.partition(":")[0])
     dist.barrier()
     if rank == 0:
         board.remove("key")
-    return [*found, path.exists()]
+    return [*results, path.exists()]
 
 
 def test_ranks_exchange_values_and_a_pickle_in_the_store_is_not_run(ranks: Ranks, tmp_path: Path) -> None:

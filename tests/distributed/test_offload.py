@@ -51,15 +51,15 @@ def trained(layout: mw.Layout, optimizer: Any) -> tuple[oracle.Run, mw.Trainer]:
 
 def both(layout: str, names: list[str]) -> list[tuple[str, bool, int, int]]:
     """Of each optimizer: whether losses and state are the same bit by bit, and the bytes of its state."""
-    found = []
+    rows = []
     for name in names:
         plain, trainer = trained(LAYOUTS[layout], OPTIMIZERS[name])
         there, other = trained(mw.Layout(**{**_fields(LAYOUTS[layout]), "offload": "optimizer"}), OPTIMIZERS[name])
         same = [float(loss) for loss in plain.losses] == [float(loss) for loss in there.losses]
         same = same and all(torch.equal(value, there.state[key]) for key, value in plain.state.items())
         assert other._offloader is not None
-        found.append((name, same, _state_bytes(trainer), other._offloader.host_bytes))
-    return found
+        rows.append((name, same, _state_bytes(trainer), other._offloader.host_bytes))
+    return rows
 
 
 def _fields(layout: mw.Layout) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def test_training_is_the_same_bit_by_bit(ranks: Ranks, layout: str) -> None:
         for name, same, plain_bytes, host_bytes in results:
             assert same, name
             assert plain_bytes == host_bytes, name
-    assert all(max(found[3] for found in several) > 0 for several in zip(*by_rank, strict=True))
+    assert all(max(row[3] for row in several) > 0 for several in zip(*by_rank, strict=True))
 
 
 def test_it_is_whatever_an_optimizer_keeps() -> None:
@@ -123,17 +123,19 @@ def test_a_parameter_without_a_gradient_stays() -> None:
 
 
 def test_checkpoints_go_on_with_and_without(tmp_path: Path) -> None:
-    def made(layout: mw.Layout) -> mw.Trainer:
-        one = subject()
-        return mw.parallelize(one.model, one.loss_fn, one.batches[0], plan=layout, optimizer=OPTIMIZERS["AdamW"])
+    def fresh_trainer(layout: mw.Layout) -> mw.Trainer:
+        training = subject()
+        return mw.parallelize(
+            training.model, training.loss_fn, training.batches[0], plan=layout, optimizer=OPTIMIZERS["AdamW"]
+        )
 
     layouts = [mw.Layout(), mw.Layout(offload="optimizer")]
     batches = [*subject().batches, *subject().batches]
-    expected = made(layouts[0])
+    expected = fresh_trainer(layouts[0])
     for batch in batches[:4]:
         expected.step(batch)
     for source, target in ((layouts[0], layouts[1]), (layouts[1], layouts[0]), (layouts[1], layouts[1])):
-        first, second = made(source), made(target)
+        first, second = fresh_trainer(source), fresh_trainer(target)
         for batch in batches[:2]:
             first.step(batch)
         second.step(batches[4])  # something that the checkpoint must replace

@@ -16,7 +16,7 @@ from meshwright.errors import PlanError
 from meshwright.ir.layout_text import layout_text
 from tests.distributed import opaque_models, oracle
 from tests.distributed.lockstep import run_step
-from tests.distributed.opaque_models import PARTS, ROW_WISE, batch, loss_fn, made
+from tests.distributed.opaque_models import PARTS, ROW_WISE, batch, loss_fn, make_part
 from tests.distributed.pool import Ranks
 
 L = mw.Layout
@@ -41,11 +41,11 @@ MORE: dict[int, list[tuple[str, mw.Layout]]] = {
 
 def verified(cases: list[tuple[str, mw.Layout]]) -> dict[str, float]:
     """The largest difference of each case, relative to what is allowed."""
-    found = {}
+    ratios = {}
     for name, layout in cases:
-        rows = mw.verify(made(name), loss_fn, batch(), layout, opaque="auto", steps=2)
-        found[f"{name}, {layout_text(layout)}"] = max(row.difference / row.allowed for row in rows)
-    return found
+        rows = mw.verify(make_part(name), loss_fn, batch(), layout, opaque="auto", steps=2)
+        ratios[f"{name}, {layout_text(layout)}"] = max(row.difference / row.allowed for row in rows)
+    return ratios
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def verified(cases: list[tuple[str, mw.Layout]]) -> dict[str, float]:
 )
 def test_training_equals_one_process(ranks: Ranks, num_ranks: int, cases: list[tuple[str, mw.Layout]]) -> None:
     every = ranks(num_ranks, verified, cases)
-    wrong = {name: value for found in every for name, value in found.items() if not value <= 1}
+    wrong = {name: value for ratios in every for name, value in ratios.items() if not value <= 1}
     assert not wrong
     assert len(every[0]) == len(cases)
 
@@ -109,10 +109,10 @@ def dropped(layout: mw.Layout, batch_dim: Any) -> dict[str, Any]:
 def test_backward_draws_the_numbers_of_forward(ranks: Ranks, layout: mw.Layout, batch_dim: Any) -> None:
     """The loss is linear in the weight, so that it equals the product of weight and gradient: with equal masks only."""
     every = ranks(layout.num_ranks, dropped, layout, batch_dim)
-    for found in every:
-        assert found["losses"][0] == pytest.approx(found["product"], rel=1e-4)
-        assert found["losses"][0] != pytest.approx(found["evaluated"], rel=1e-3), "dropout is on in training"
-        assert found["kept"], "the region does not move the caller's generator"
+    for result in every:
+        assert result["losses"][0] == pytest.approx(result["product"], rel=1e-4)
+        assert result["losses"][0] != pytest.approx(result["evaluated"], rel=1e-3), "dropout is on in training"
+        assert result["kept"], "the region does not move the caller's generator"
 
 
 def test_a_plan_that_splits_a_backward_that_draws_unlike_its_forward_is_refused() -> None:
@@ -134,14 +134,14 @@ def test_a_plan_that_splits_a_backward_that_draws_unlike_its_forward_is_refused(
 def test_a_region_on_the_whole_batch_draws_the_same_under_every_layout(ranks: Ranks) -> None:
     alone = ranks(1, dropped, mw.Layout(), None)[0]["losses"]
     every = ranks(2, dropped, mw.Layout(dp=2), None)
-    assert [found["losses"] for found in every] == [pytest.approx(alone, rel=1e-5)] * 2
+    assert [result["losses"] for result in every] == [pytest.approx(alone, rel=1e-5)] * 2
 
 
 # --- split and whole -------------------------------------------------------------------------------------------------
 
 
 def losses_of(name: str, batch_dim: Any) -> tuple[list[float], list[str]]:
-    model: Any = made(name)
+    model: Any = make_part(name)
     mw.opaque(getattr(model.part, "inner", model.part), batch_dim=batch_dim)
     model.double()
     inputs = {key: value.double() if value.is_floating_point() else value for key, value in batch().items()}
@@ -161,14 +161,14 @@ def test_split_by_samples_equals_whole(ranks: Ranks, name: str, dim: int) -> Non
 
 def other_batches() -> list[float]:
     """Training and evaluation with smaller batches than the example, whose step is captured again."""
-    model: Any = made("item")
+    model: Any = make_part("item")
     mw.opaque(model.part)
     trainer = mw.parallelize(model, loss_fn, batch(), plan=mw.Layout(dp=2), optimizer=sgd)
     return [float(trainer.step(batch())), float(trainer.step(batch(6))), float(trainer.evaluate(batch(4)))]
 
 
 def test_smaller_batches_and_evaluations(ranks: Ranks) -> None:
-    model: Any = made("item")
+    model: Any = make_part("item")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     expected = []
     for size in (8, 6):
@@ -183,7 +183,7 @@ def test_smaller_batches_and_evaluations(ranks: Ranks) -> None:
 
 def other_values() -> tuple[list[float], list[float]]:
     """Training where rank 1's initial values end the loop at once, so that its check finds samples independent."""
-    model, plain = made("loop"), made("loop")
+    model, plain = make_part("loop"), make_part("loop")
     if dist.get_rank():
         with torch.no_grad():
             for value in model.parameters():

@@ -136,14 +136,14 @@ def trained(name: str, layout: mw.Layout) -> float:
     """The largest error of losses and parameters in three steps beside one process."""
     torch.manual_seed(1)
     model, batch = MODELS[name]().double(), batch_of(name)
-    subjects = [oracle.Subject(one, loss_of, [batch] * 3) for one in (copy.deepcopy(model), model)]
+    subjects = [oracle.Subject(module, loss_of, [batch] * 3) for module in (copy.deepcopy(model), model)]
     expected = oracle.reference(subjects[0], oracle.MORE_OPTIMIZERS["plain SGD"])
-    found, trainer = oracle.in_parallel(
+    run, trainer = oracle.in_parallel(
         subjects[1], layout, oracle.MORE_OPTIMIZERS["plain SGD"],
         parallelize=partial(oracle.sharing_capture(("operators", name)), rules=RULES),
     )  # fmt: skip
-    error = oracle.error_of(torch.stack(found.losses), torch.stack(expected.losses))
-    return max(error, oracle.largest_error(found.state, expected.state)) if trainer.rank == 0 else error
+    error = oracle.error_of(torch.stack(run.losses), torch.stack(expected.losses))
+    return max(error, oracle.largest_error(run.state, expected.state)) if trainer.rank == 0 else error
 
 
 def all_trained(layout: mw.Layout) -> dict[str, float]:

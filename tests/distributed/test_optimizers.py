@@ -42,8 +42,8 @@ CASES = [
 def subject(blocks: int = 1) -> oracle.Subject:
     """A GPT whose tied embedding is split over tp and held by the first and the last stage."""
     torch.manual_seed(7)
-    made = oracle.gpt(True, layers=blocks)
-    return oracle.Subject(made.model, made.loss_fn, made.batches[:3])
+    original = oracle.gpt(True, layers=blocks)
+    return oracle.Subject(original.model, original.loss_fn, original.batches[:3])
 
 
 @cache
@@ -59,12 +59,12 @@ def train_with_each(
     first = subject(layout.pp)
     parallelize = oracle.sharing_capture(("optimizers", layout.pp))
     before = {name: value.clone() for name, value in first.model.state_dict().items()}
-    found = {}
+    errors = {}
     for name, optimizer in optimizers.items():
         run, trainer = oracle.in_parallel(subject(layout.pp), layout, optimizer, parallelize=parallelize)
         expected = oracle.Run(**from_rank_0(lambda: vars(in_one_process(layout.pp, name))))  # noqa: B023
-        found[name] = oracle.compared(before, expected, run, trainer)
-    return found
+        errors[name] = oracle.compared(before, expected, run, trainer)
+    return errors
 
 
 def train_with(layout: mw.Layout, names: tuple[str, ...]) -> dict[str, LargestErrors]:
@@ -76,22 +76,22 @@ def test_every_optimizer_equals_one_process(ranks: Ranks, layout: str, names: tu
     results = ranks(LAYOUTS[layout].num_ranks, train_with, LAYOUTS[layout], names)
     for rank, result in enumerate(results):
         assert set(result) == set(names)
-        for name, one in result.items():
-            assert one.error <= oracle.TOLERANCE, f"{name}, rank {rank}: {one}"
-            assert one.values == results[0][name].values, "every rank reports the same loss"
-            assert one.moved > 1e-3, f"{name} trained the parameters"
-            assert bool(one.num_split) == ("tp2" in layout or "zero" in layout)
+        for name, errors in result.items():
+            assert errors.error <= oracle.TOLERANCE, f"{name}, rank {rank}: {errors}"
+            assert errors.values == results[0][name].values, "every rank reports the same loss"
+            assert errors.moved > 1e-3, f"{name} trained the parameters"
+            assert bool(errors.num_split) == ("tp2" in layout or "zero" in layout)
 
 
 def deaf(make: Callable[..., Any]) -> Callable[[Any], torch.optim.Optimizer]:
     """The optimizer, which does not hear how to sum over shards."""
 
-    def made(parameters: Any) -> torch.optim.Optimizer:
+    def make_deaf(parameters: Any) -> torch.optim.Optimizer:
         optimizer = make(parameters)
         optimizer.sum_shards_with = lambda _: None
         return optimizer
 
-    return made
+    return make_deaf
 
 
 def train_on_norms_of_parts(layout: mw.Layout) -> dict[str, LargestErrors]:
@@ -100,8 +100,8 @@ def train_on_norms_of_parts(layout: mw.Layout) -> dict[str, LargestErrors]:
 
 def test_norms_of_parts_would_train_otherwise(ranks: Ranks) -> None:
     """What the comparison above would find if norms were not summed: a thousand times its tolerance, and more."""
-    found = ranks(2, train_on_norms_of_parts, LAYOUTS["tp2"])[0]
-    assert {name: one.error > 1e-6 for name, one in found.items()} == dict.fromkeys(LAYER_WISE, True)
+    results = ranks(2, train_on_norms_of_parts, LAYOUTS["tp2"])[0]
+    assert {name: errors.error > 1e-6 for name, errors in results.items()} == dict.fromkeys(LAYER_WISE, True)
 
 
 def layers_in_groups(parameters: Any) -> torch.optim.Optimizer:
@@ -113,15 +113,20 @@ def layers_in_groups(parameters: Any) -> torch.optim.Optimizer:
 
 def train_clipped_and_frozen(layout: mw.Layout) -> list[float]:
     """With groups, clipping, and parameters that are frozen on the way."""
-    mine, plain = subject(), subject()
+    parallel, plain = subject(), subject()
     trainer = mw.parallelize(
-        mine.model, mine.loss_fn, mine.batches[0], plan=layout, optimizer=layers_in_groups, max_grad_norm=0.1
+        parallel.model,
+        parallel.loss_fn,
+        parallel.batches[0],
+        plan=layout,
+        optimizer=layers_in_groups,
+        max_grad_norm=0.1,
     )
     optimizer = layers_in_groups(list(plain.model.named_parameters()))
     errors = []
-    for step, batch in enumerate(mine.batches):
+    for step, batch in enumerate(parallel.batches):
         if step == 2:
-            for model in (mine.model, plain.model):
+            for model in (parallel.model, plain.model):
                 model.get_parameter("blocks.0.mlp.up.weight").requires_grad_(False)
         loss = trainer.step(batch)
         optimizer.zero_grad()

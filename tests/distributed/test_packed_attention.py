@@ -82,12 +82,12 @@ def test_packed_sequences_are_attended_to_alone(layout: str, window: str) -> Non
     assert {"meshwright.attention_packed.default", "meshwright.attention_packed_backward.default"} <= targets
     plan = plan_of(captured.graph, LAYOUTS[layout], LAYOUTS[layout].num_ranks)
     values = {name: value.detach().clone() for name, value in model.named_parameters()}
-    found, _ = run_step(captured, plan, values | {f"batch.{name}": value for name, value in batch.items()})
+    result, _ = run_step(captured, plan, values | {f"batch.{name}": value for name, value in batch.items()})
     expected = model.alone(batch["x"]).square().sum()
     expected.backward()
-    assert oracle.error_of(found.loss, expected.detach()) <= oracle.TOLERANCE
+    assert oracle.error_of(result.loss, expected.detach()) <= oracle.TOLERANCE
     for name, parameter in model.named_parameters():
-        gradient = found.gradients[name]
+        gradient = result.gradients[name]
         assert gradient is not None
         assert parameter.grad is not None
         assert oracle.error_of(gradient, parameter.grad) <= oracle.TOLERANCE
@@ -103,13 +103,13 @@ def test_one_mask_hides_the_other_sequences(causal: bool, window: int) -> None:
     output, logsumexp = ours.attention_packed(query, key, value, *rest)
     gradients = ours.attention_packed_backward(grad, query, key, value, output, logsumexp, *rest)
     mask = _hidden(query, key, BOUNDS, key_bounds, causal, window)
-    queries, keys, values, turned = (one.transpose(0, 1).unsqueeze(0) for one in (query, key, value, grad))
+    queries, keys, values, turned = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value, grad))
     settings = ScoreSettings(Band(12, 15), 0.5)
     masked, statistics = plain(queries, keys, values, mask, settings)
     expected = plain_backward(turned, queries, keys, values, mask, masked, statistics, settings)
     torch.testing.assert_close(logsumexp, statistics[0])
-    for one, other in zip((output, *gradients), (masked, *expected), strict=True):
-        torch.testing.assert_close(one, other[0].transpose(0, 1))
+    for tensor, other in zip((output, *gradients), (masked, *expected), strict=True):
+        torch.testing.assert_close(tensor, other[0].transpose(0, 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -90,5 +90,5 @@ def test_means_of_ragged_shards_are_not_the_mean(model: str) -> None:
         return sum((r[0] if isinstance(r, tuple) else r) for r in results) / 2
 
     wrong = oracle.Subject(sharded.model, mean_of_means, sharded.batches)
-    found = oracle.in_one_process(wrong, oracle.OPTIMIZERS["SGD"])
-    assert oracle.largest_error(found.state, expected.state) > 1e-4
+    run = oracle.in_one_process(wrong, oracle.OPTIMIZERS["SGD"])
+    assert oracle.largest_error(run.state, expected.state) > 1e-4

@@ -111,17 +111,17 @@ def test_micro_batches_draw_the_parts_of_the_whole_batch() -> None:
     whole = philox.uniform(torch.empty(2, 12, 5), 0.0, 1.0, key_of(0, 7, 1), SALT, [2, 12, 5], [0, 0, 0], [2, 12, 5])
     for microbatch in range(3):
         place = [2, 12, 5], [0, 0, 0], [2, 4, 5], 1, 1
-        found = philox.uniform(torch.empty(2, 4, 5), 0.0, 1.0, key_of(microbatch, 7, 1), SALT, *place)
-        assert torch.equal(found, whole[:, 4 * microbatch : 4 * microbatch + 4])
+        numbers = philox.uniform(torch.empty(2, 4, 5), 0.0, 1.0, key_of(microbatch, 7, 1), SALT, *place)
+        assert torch.equal(numbers, whole[:, 4 * microbatch : 4 * microbatch + 4])
     alone = [philox.uniform(torch.empty(8), 0.0, 1.0, key_of(number, 7, 1), SALT) for number in range(2)]
     assert not torch.equal(*alone)
 
 
 def test_numbers_lie_in_memory_as_the_given_tensor_does() -> None:
     like = torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    found = philox.normal(like, 0.0, 1.0, KEY, SALT)
-    assert found.stride() == like.stride()
-    assert torch.equal(found, philox.normal(torch.empty(2, 3, 4, 5), 0.0, 1.0, KEY, SALT))
+    numbers = philox.normal(like, 0.0, 1.0, KEY, SALT)
+    assert numbers.stride() == like.stride()
+    assert torch.equal(numbers, philox.normal(torch.empty(2, 3, 4, 5), 0.0, 1.0, KEY, SALT))
     assert philox.normal(torch.empty(0, 3), 0.0, 1.0, KEY, SALT).shape == (0, 3)
     assert philox.normal(torch.empty(()), 0.0, 1.0, KEY, SALT).shape == ()
 

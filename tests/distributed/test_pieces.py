@@ -124,11 +124,13 @@ def test_pieces_equal_one_process_for_all_shapes(batch: int, sequence: int, tp: 
     values = values_of(model, inputs, shared.graph)
     expected_loss, expected = serial(model, inputs)
     _, before = run_step(shared, plain, values)
-    found, graphs = run_step(shared, divided(plain, shared.graph, tp * chunks), values)
-    assert oracle.error_of(found.loss, expected_loss) < TOLERANCE
-    assert oracle.largest_error({k: v for k, v in found.gradients.items() if v is not None}, expected) < TOLERANCE
+    result, graphs = run_step(shared, divided(plain, shared.graph, tp * chunks), values)
+    assert oracle.error_of(result.loss, expected_loss) < TOLERANCE
+    assert oracle.largest_error({k: v for k, v in result.gradients.items() if v is not None}, expected) < TOLERANCE
     plainly, moved = count(before), count(graphs)
-    replaced = sum(plainly[one] - moved[one] for one in (collectives.ALL_GATHER, collectives.REDUCE_SCATTER))
+    replaced = sum(
+        plainly[collective] - moved[collective] for collective in (collectives.ALL_GATHER, collectives.REDUCE_SCATTER)
+    )
     assert replaced >= (7 if batch > 1 and sequence % tp == 0 else 1)
     assert moved[collectives.SHIFT] == replaced * (tp - 1) * min(chunks, batch * -(-sequence // tp))
 
@@ -143,9 +145,9 @@ def test_in_shared_memory_the_products_are_pytorchs(sequence: int, monkeypatch: 
         return lower_stage(planned, stage, groups, **rest, symmetric={group.name for group in groups.values()})
 
     monkeypatch.setattr(lockstep, "lower_stage", lower)
-    found, graphs = run_step(shared, plan, values_of(model, inputs, shared.graph))
-    assert oracle.error_of(found.loss, expected_loss) < TOLERANCE
-    assert oracle.largest_error({k: v for k, v in found.gradients.items() if v is not None}, expected) < TOLERANCE
+    result, graphs = run_step(shared, plan, values_of(model, inputs, shared.graph))
+    assert oracle.error_of(result.loss, expected_loss) < TOLERANCE
+    assert oracle.largest_error({k: v for k, v in result.gradients.items() if v is not None}, expected) < TOLERANCE
     targets = Counter(node.target for node in graphs[0].nodes)
     assert targets[collectives.GATHER_MULTIPLY]
     assert targets[collectives.MULTIPLY_SCATTER] or sequence % 2
@@ -174,8 +176,8 @@ def test_the_words_on_the_wire_are_those_of_the_plain_form(sequence: int, tp: in
         node.starts is not None and node.starts.kind == "shift" for phase in after.phases for node in phase.nodes
     )
     assert wire_bytes(after) == wire_bytes(before)
-    flops = [sum(node.flops for phase in one.phases for node in phase.nodes if "mm" in node.target)
-             for one in (before, after)]  # fmt: skip
+    flops = [sum(node.flops for phase in program.phases for node in phase.nodes if "mm" in node.target)
+             for program in (before, after)]  # fmt: skip
     assert flops[1] >= flops[0]
     assert flops[1] == flops[0] or sequence % tp
 
@@ -223,14 +225,14 @@ def train(layout: mw.Layout, algorithm: str) -> tuple[oracle.LargestErrors, int]
     plan = decode(from_rank_0(planned), mw.Plan, where="plan of rank 0")
     optimizer = oracle.OPTIMIZERS["SGD"]
     expected = oracle.reference(serial_run, optimizer, 0.1, key="pieces")
-    found, trainer = oracle.in_parallel(subject, plan, optimizer, 0.1, oracle.sharing_capture("pieces"))
+    run, trainer = oracle.in_parallel(subject, plan, optimizer, 0.1, oracle.sharing_capture("pieces"))
     if trainer.rank:
-        return oracle.compared(before, expected, found, trainer), 0
+        return oracle.compared(before, expected, run, trainer), 0
     starts = Counter(
         node.starts.kind for program in PlanLowering(graph)(plan) for phase in program.phases
         for node in phase.nodes if node.starts is not None
     )  # fmt: skip
-    return oracle.compared(before, expected, found, trainer), starts["shift"]
+    return oracle.compared(before, expected, run, trainer), starts["shift"]
 
 
 @pytest.mark.parametrize(
@@ -239,12 +241,12 @@ def train(layout: mw.Layout, algorithm: str) -> tuple[oracle.LargestErrors, int]
 def test_training_equals_one_process(ranks: Ranks, name: str) -> None:
     layout = LAYOUTS[name]
     every = ranks(layout.num_ranks, train, layout, "")
-    for found, _ in every:
-        assert found.error < TOLERANCE
-        assert found.moved > 1e-3
+    for errors, _ in every:
+        assert errors.error < TOLERANCE
+        assert errors.moved > 1e-3
     assert every[0][1] > 8
 
 
 def test_pieces_travel_by_torch_distributed_too(ranks: Ranks) -> None:
-    for found, _ in ranks(2, train, LAYOUTS["tp2"], "native"):
-        assert found.error < TOLERANCE
+    for errors, _ in ranks(2, train, LAYOUTS["tp2"], "native"):
+        assert errors.error < TOLERANCE

@@ -24,13 +24,13 @@ MORE = [case for case in pipelines.pairwise_cases(max_ranks=4) if case not in PA
 )
 def test_pipeline_equals_one_process(ranks: Ranks, case: Case) -> None:
     results = ranks(case.num_ranks, pipelines.compare, case)
-    first, found = results[0]
-    assert found is not None
-    assert found.error <= oracle.TOLERANCE, found
+    first, errors = results[0]
+    assert errors is not None
+    assert errors.error <= oracle.TOLERANCE, errors
     assert all(seen == first for seen, _ in results), "every rank reports the same losses and metrics"
-    assert found.moved > 1e-3, "the parameters were trained"
-    assert all(norm > oracle.MAX_GRAD_NORM for norm in found.norms), "clipping clipped"
-    assert bool(found.norms) == (case.clipping == "clipped")
+    assert errors.moved > 1e-3, "the parameters were trained"
+    assert all(norm > oracle.MAX_GRAD_NORM for norm in errors.norms), "clipping clipped"
+    assert bool(errors.norms) == (case.clipping == "clipped")
 
 
 def test_data_tensor_and_pipeline_parallel_on_eight_ranks(ranks: Ranks) -> None:

@@ -31,9 +31,9 @@ NAMES = [name for name in drawn(3 * COUNT, SEED) if not any(part in name for par
 def mesh() -> Iterator[DeviceMesh]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    with warnings.catch_warnings(), validator() as found:
+    with warnings.catch_warnings(), validator() as device_mesh:
         warnings.simplefilter("ignore")
-        yield found
+        yield device_mesh
     torch.set_num_threads(before)
 
 
@@ -54,8 +54,10 @@ def test_operators_have_samples() -> None:
 def test_the_validator_finds_what_is_known_of_a_product(mesh: DeviceMesh) -> None:
     """The first look rejects nothing that the validator calls valid: these are the seven of its own documentation."""
     (call,) = [call for call in calls("mm", 1) if call.target is aten.mm.default]
-    found = {written(one) for one in Truth(call, mesh).valid() if "P(avg)" not in written(one)}
-    assert found == {
+    combinations = {
+        written(combination) for combination in Truth(call, mesh).valid() if "P(avg)" not in written(combination)
+    }
+    assert combinations == {
         "S(0), R -> S(0)", "R, S(1) -> S(1)", "S(1), S(0) -> P(sum)", "P(sum), R -> P(sum)", "R, P(sum) -> P(sum)",
     }  # fmt: skip
 
@@ -63,10 +65,10 @@ def test_the_validator_finds_what_is_known_of_a_product(mesh: DeviceMesh) -> Non
 def test_a_wrong_split_is_found(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """A softmax whose rule forgets its decomposition."""
     (call,) = [call for call in calls("softmax", 1) if call.target is aten._softmax.default][:1]
-    made = form(call)
-    assert all(not split.error for split in splits(call, made))
+    operator_form = form(call)
+    assert all(not split.error for split in splits(call, operator_form))
     monkeypatch.setattr("tests.distributed.lockstep.Wires.swap", lambda self, group, turn, value: [value] * group.size)
-    assert any(split.error for split in splits(call, made))
+    assert any(split.error for split in splits(call, operator_form))
 
 
 CRASHES: dict[str, tuple[Callable[[], Any], str]] = {
@@ -97,9 +99,11 @@ def test_an_operator_that_crashes_is_judged_by_our_own_splits(
     calls: Any = {crash: [crash, crash], "ends well too": ["ends well"]}
     summaries = {summary.target: summary for summary in placements_truth.judged(calls, mesh)}
     how = CRASHES[crash][1]
-    assert [(one.stopped, one.true, one.right, one.wrong) for one in map(summaries.get, calls) if one] == [
-        (how, 0 if how else 10, 2, []), ("", 5, 1, []),
-    ]  # fmt: skip
+    assert [
+        (summary.stopped, summary.true, summary.right, summary.wrong)
+        for summary in map(summaries.get, calls)
+        if summary
+    ] == [(how, 0 if how else 10, 2, []), ("", 5, 1, [])]
     notes = placements_truth.findings(list(summaries.values()))[1].notes
     assert (f"our splits only: {crash}" in notes) == bool(how)
     assert (f"{crash} (our splits only: {how})" in placements_truth.table(list(summaries.values()))) == bool(how)

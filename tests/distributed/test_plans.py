@@ -33,8 +33,8 @@ def plan_over_both(graph: mw.Graph, *, only: str = "") -> mw.Plan:
         for letter, name in operator.classes.items():
             batch = graph.factor_classes[name].role == "batch"
             if batch and operator.rule is not None and operator.rule.splittable(letter):
-                one = bool(only) and operator.module == only
-                strategies[operator.name] = {"tp": letter} if one else {"dp": letter, "tp": letter}
+                only_tp = bool(only) and operator.module == only
+                strategies[operator.name] = {"tp": letter} if only_tp else {"dp": letter, "tp": letter}
                 break
     plan = mw.plan(graph, devices=4, layout=LAYOUT)
     stage = msgspec.structs.replace(plan.stage, strategies=strategies, storage={})

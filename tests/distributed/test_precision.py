@@ -147,12 +147,12 @@ def by_torch(name: str, precision: str | None) -> Run:
     return Run(losses, norms, evaluated, {key: value.clone() for key, value in model.state_dict().items()})
 
 
-def difference(one: Run, other: Run) -> float:
+def difference(run: Run, other: Run) -> float:
     """The largest relative difference of losses, gradient norms and values."""
-    numbers = [*zip(one.losses, other.losses, strict=True), *zip(one.norms, other.norms, strict=True),
-               (one.evaluated, other.evaluated)]  # fmt: skip
+    numbers = [*zip(run.losses, other.losses, strict=True), *zip(run.norms, other.norms, strict=True),
+               (run.evaluated, other.evaluated)]  # fmt: skip
     errors = [abs(a - b) / max(1.0, abs(b)) for a, b in numbers]
-    return max(*errors, oracle.largest_error(one.state, other.state))
+    return max(*errors, oracle.largest_error(run.state, other.state))
 
 
 # --- equal to torch, and alike under all layouts ---------------------------------------------------------------------
@@ -171,9 +171,9 @@ def limit(name: str, precision: str) -> float:
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_one_rank_equals_autocast(name: str, precision: str) -> None:
-    found, expected = alone(name, precision), by_torch(name, precision)
-    assert difference(found, expected) <= limit(name, precision)
-    assert found.losses != alone(name, None).losses, "products were rounded"
+    run, expected = alone(name, precision), by_torch(name, precision)
+    assert difference(run, expected) <= limit(name, precision)
+    assert run.losses != alone(name, None).losses, "products were rounded"
 
 
 @pytest.mark.parametrize(

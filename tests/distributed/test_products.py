@@ -46,11 +46,11 @@ def differences(plan: ProductPlan) -> list[float]:
     c.part.backward(product.shard("c", grad).part)
     assert left.part.grad is not None
     assert right.part.grad is not None
-    found = (c, ShardedMatrix(product, "a", left.part.grad), ShardedMatrix(product, "b", right.part.grad))
+    results = (c, ShardedMatrix(product, "a", left.part.grad), ShardedMatrix(product, "b", right.part.grad))
     assert product.peak_words <= peak_words(plan, gradients=True)
     return [
         float((each.gather() - whole).abs().max())
-        for each, whole in zip(found, (a @ b, grad @ b.T, a.T @ grad), strict=True)
+        for each, whole in zip(results, (a @ b, grad @ b.T, a.T @ grad), strict=True)
     ]
 
 
@@ -169,7 +169,7 @@ def received_bytes() -> Iterator[Callable[[], int]]:
 
 def transported() -> list[tuple[ProductPlan, int, int, int]]:
     """Of every grid of 4 ranks: the plan, and the bytes received forward, and backward."""
-    rank, found = dist.get_rank(), []
+    rank, rows = dist.get_rank(), []
     a, b, grad = matrices()
     for grid in grids(M, K, N, 4):
         for over, panels in itertools.product(OVERS, (1, 2)):
@@ -183,8 +183,8 @@ def transported() -> list[tuple[ProductPlan, int, int, int]]:
                 c = mw.matmul(left, right)
             with received_bytes() as both:
                 c.part.backward(grad_part)
-            found.append((plan, rank, forward(), both()))
-    return found
+            rows.append((plan, rank, forward(), both()))
+    return rows
 
 
 def test_transport_delivers_the_bytes_of_the_closed_form(ranks: Ranks) -> None:
@@ -217,7 +217,7 @@ class Held(TorchDispatchMode):
 def held_words(limit: int) -> list[tuple[int, int, int]]:
     """Of several grids: the limit, the words of a plan within it, and the peak that the product counted."""
     a, b, grad = matrices(48, 64, 40)
-    found = []
+    rows = []
     for grid in grids(48, 64, 40, 4):
         for over in OVERS:
             plan = ProductPlan(48, 64, 40, grid, over)
@@ -229,8 +229,8 @@ def held_words(limit: int) -> list[tuple[int, int, int]]:
             right.part.requires_grad_()
             c = mw.matmul(left, right)
             c.part.backward(product.shard("c", grad).part)
-            found.append((words, peak_words(product.plan, gradients=True), product.peak_words))
-    return found
+            rows.append((words, peak_words(product.plan, gradients=True), product.peak_words))
+    return rows
 
 
 def test_memory_stays_within_the_limit(ranks: Ranks) -> None:

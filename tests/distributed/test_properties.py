@@ -335,13 +335,13 @@ ROUNDED = {"CastOnce": 1e-7}
 
 
 def batches() -> list[Batch]:
-    found = []
+    drawn_batches = []
     for _ in range(STEPS):
         label = torch.randint(CLASSES, (BATCH,))
         label[:3] = -100
         x, scale = torch.randn(BATCH, WIDTH, dtype=torch.float64), torch.rand(3, dtype=torch.float64)
-        found.append({"x": x, "label": label, "scale": scale})
-    return found
+        drawn_batches.append({"x": x, "label": label, "scale": scale})
+    return drawn_batches
 
 
 def errors_of(layout: str) -> dict[str, float | str]:

@@ -65,13 +65,13 @@ def drawn(
 ) -> Tensor:
     """What the rank at these coordinates of a 2 x 2 mesh draws."""
     args, kwargs = call or CALLS[target]
-    one = subject(target, args, kwargs)
-    assert not isinstance(one, Unsplit)
+    whole = subject(target, args, kwargs)
+    assert not isinstance(whole, Unsplit)
     mesh = {"dp": 2, "tp": 2}
-    letters = one.factors
+    letters = whole.factors
     chosen = {axis: letters[int(factor)] for axis, factor in strategy.items()}
-    graph, groups = rank_graph(one, chosen, mesh, at, name or "module:random#0")
-    inputs = [value[: value.shape[0] // (2 if "dp" in strategy else 1)].clone() for value in one.call.tensors]
+    graph, groups = rank_graph(whole, chosen, mesh, at, name or "module:random#0")
+    inputs = [value[: value.shape[0] // (2 if "dp" in strategy else 1)].clone() for value in whole.call.tensors]
     return present(execute(graph, [*inputs, key], groups, Wires()))[0]
 
 
@@ -94,24 +94,24 @@ def test_draws(target: Any) -> None:
 def test_draws_have_the_distribution_of_the_operator(target: Any) -> None:
     args, kwargs = CALLS[target]
     torch.manual_seed(0)
-    expected, found = present(target(*args, **kwargs))[0], drawn(target, {}, {"dp": 0, "tp": 0})
-    assert found.dtype == expected.dtype
-    assert found.shape == expected.shape
+    expected, draws = present(target(*args, **kwargs))[0], drawn(target, {}, {"dp": 0, "tp": 0})
+    assert draws.dtype == expected.dtype
+    assert draws.shape == expected.shape
     if target is aten.randperm.default:
-        assert found.sort()[0].tolist() == list(range(40))
+        assert draws.sort()[0].tolist() == list(range(40))
         return
-    one, other = found.double(), expected.double()
-    error = (one.var() / one.numel() + other.var() / other.numel()).sqrt()
-    assert (one.mean() - other.mean()).abs() < 5 * error
-    assert 0.8 < one.std() / other.std() < 1.25
+    sample, other = draws.double(), expected.double()
+    error = (sample.var() / sample.numel() + other.var() / other.numel()).sqrt()
+    assert (sample.mean() - other.mean()).abs() < 5 * error
+    assert 0.8 < sample.std() / other.std() < 1.25
 
 
 def test_exponential_numbers_are_never_zero() -> None:
     """gumbel_softmax takes the logarithm of what is drawn."""
     ones = torch.ones(400, 100, dtype=torch.float16)
-    found = drawn(aten.exponential.default, {}, {"dp": 0, "tp": 0}, call=((ones,), {}))
-    assert bool((found > 0).all())
-    assert bool(found.log().isfinite().all())
+    draws = drawn(aten.exponential.default, {}, {"dp": 0, "tp": 0}, call=((ones,), {}))
+    assert bool((draws > 0).all())
+    assert bool(draws.log().isfinite().all())
 
 
 HALVES = [torch.float16, torch.bfloat16]
@@ -123,21 +123,23 @@ ORIGIN = {"dp": 0, "tp": 0}
 def test_a_rare_event_is_as_rare_in_half_precision(target: Any, dtype: torch.dtype) -> None:
     """A uniform number of 11 bits is below 0.0001 once in 2048 times, one of 8 bits once in 256 times."""
 
-    def found(probability: Tensor) -> Tensor:
+    def draws_of(probability: Tensor) -> Tensor:
         args = (probability,) if target is aten.bernoulli.default else (torch.ones_like(probability), probability)
         return drawn(target, {}, ORIGIN, call=(args, {}))
 
     rare = torch.full((1000, 500), 1e-4, dtype=dtype)
-    draws = found(rare)
+    draws = draws_of(rare)
     assert draws.dtype == dtype
     assert 30 <= int(draws.sum(dtype=torch.float32)) <= 70
-    assert torch.equal(draws.float(), found(rare.float()))
+    assert torch.equal(draws.float(), draws_of(rare.float()))
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_exponential_numbers_in_half_precision_are_those_of_single_precision(dtype: torch.dtype) -> None:
     ones = torch.ones(400, 500)
-    single, half = (drawn(aten.exponential.default, {}, ORIGIN, call=((one,), {})) for one in (ones, ones.to(dtype)))
+    single, half = (
+        drawn(aten.exponential.default, {}, ORIGIN, call=((tensor,), {})) for tensor in (ones, ones.to(dtype))
+    )
     assert half.dtype == dtype
     assert single.max() > 10
     assert torch.allclose(half.float(), single, rtol=8e-3, atol=8e-3)
@@ -284,10 +286,10 @@ def test_a_backward_may_be_split_unlike_its_forward(factor: str) -> None:
     own, _ = run_step(captured, msgspec.structs.replace(plan, stages=(stage,)), values)
     serial, _ = run_step(captured, plan_of(captured.graph, mw.Layout(), 1), values)
     for name, gradient in serial.gradients.items():
-        found = own.gradients[name]
-        assert found is not None
+        own_gradient = own.gradients[name]
+        assert own_gradient is not None
         assert gradient is not None
-        assert oracle.error_of(found, gradient) <= oracle.TOLERANCE
+        assert oracle.error_of(own_gradient, gradient) <= oracle.TOLERANCE
 
 
 def test_steps_draw_differently_and_a_step_is_repeatable() -> None:

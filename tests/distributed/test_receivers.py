@@ -87,10 +87,10 @@ def train(text: bytes) -> Trained:
         trainer.executor._channels = counted
         return trainer
 
-    found, trainer = oracle.in_parallel(parallel, plan, optimizer, None, parallelize)
+    run, trainer = oracle.in_parallel(parallel, plan, optimizer, None, parallelize)
     times = MICROBATCHES * len(parallel.batches)
     sent = {peer: channel.sent_bytes // times for peer, channel in counted.items()}
-    return Trained(oracle.compared(before, expected, found, trainer), sent)
+    return Trained(oracle.compared(before, expected, run, trainer), sent)
 
 
 @cache
@@ -182,7 +182,7 @@ def test_the_cheapest_form_is_planned_and_simulated() -> None:
 
 
 @pytest.mark.parametrize(
-    ("receivers", "told"),
+    ("receivers", "message"),
     [
         ({UP: (2, 1)}, r"stages\[1\].receivers: groups of 2 \+ 1 ranks receive, the stage has 4\n  -> give sizes"),
         ({UP: ()}, r"groups of no ranks receive, the stage has 4"),
@@ -191,9 +191,9 @@ def test_the_cheapest_form_is_planned_and_simulated() -> None:
     ids=str,
 )
 def test_receivers_that_do_not_fit_the_stage_are_refused(
-    receivers: dict[ActionKind, tuple[int, ...]], told: str
+    receivers: dict[ActionKind, tuple[int, ...]], message: str
 ) -> None:
-    with pytest.raises(PlanError, match=told):
+    with pytest.raises(PlanError, match=message):
         check_fits(with_receivers(unequal(), ({}, receivers)), graph_of())
 
 

@@ -66,30 +66,30 @@ def names(trace: Trace, stream: str) -> list[str]:
 
 @pytest.mark.parametrize("axis", ["dp", "tp"])
 def test_a_step_in_one_piece_has_its_parts_and_collectives(ranks: Ranks, axis: str) -> None:
-    for rank, (mine, _) in enumerate(ranks(2, traces_of, mw.Layout(**{axis: 2}))):  # type: ignore[arg-type]
-        assert mine.ranks == (rank,)
-        assert names(mine, "compute") == ["data", "forward", "backward", "clip", "optimizer"]
-        compute = [span for span in mine.spans if span.stream == "compute"]
-        assert all(one.end_s <= other.start_s for one, other in itertools.pairwise(compute))
-        under_way = set(names(mine, "communication"))
+    for rank, (trace, _) in enumerate(ranks(2, traces_of, mw.Layout(**{axis: 2}))):  # type: ignore[arg-type]
+        assert trace.ranks == (rank,)
+        assert names(trace, "compute") == ["data", "forward", "backward", "clip", "optimizer"]
+        compute = [span for span in trace.spans if span.stream == "compute"]
+        assert all(earlier.end_s <= later.start_s for earlier, later in itertools.pairwise(compute))
+        under_way = set(names(trace, "communication"))
         assert f"all_reduce {axis}" in under_way
         assert all(name.endswith(axis) for name in under_way)
-        assert set(names(mine, "wait")) == under_way
+        assert set(names(trace, "wait")) == under_way
         forward, backward = compute[1:3]
-        for span in mine.spans:
+        for span in trace.spans:
             if span.stream != "compute":
                 assert span.start_s >= forward.start_s
-        assert any(backward.start_s <= span.start_s <= backward.end_s for span in mine.spans if span.bytes)
-        assert len(mine.memory) > 0
-        (times,) = summarize(mine)
+        assert any(backward.start_s <= span.start_s <= backward.end_s for span in trace.spans if span.bytes)
+        assert len(trace.memory) > 0
+        (times,) = summarize(trace)
         assert times.compute_s > 0
         assert times.exposed_s > 0
         assert times.compute_s + times.exposed_s + times.bubble_s == pytest.approx(times.step_s)
 
 
 def test_an_evaluation_goes_forward_only(ranks: Ranks) -> None:
-    ((mine, _),) = ranks(1, traces_of, mw.Layout(), True)
-    assert names(mine, "compute") == ["data", "forward"]
+    ((trace, _),) = ranks(1, traces_of, mw.Layout(), True)
+    assert names(trace, "compute") == ["data", "forward"]
 
 
 def test_rank_0_gets_what_all_ranks_did_on_its_clock(ranks: Ranks) -> None:
@@ -99,29 +99,29 @@ def test_rank_0_gets_what_all_ranks_did_on_its_clock(ranks: Ranks) -> None:
     assert both.of_rank(0) == first
     assert [span.what for span in both.of_rank(1).spans] == [span.what for span in second.spans]
     # Nobody is done with a collective before both have begun; the clocks may be off by half a round trip.
-    for one, other in zip(
+    for first_span, second_span in zip(
         *([span for span in both.of_rank(rank).spans if span.stream == "communication"] for rank in (0, 1)), strict=True
     ):
-        assert one.what == other.what
-        assert max(one.start_s, other.start_s) <= min(one.end_s, other.end_s) + 1e-3
+        assert first_span.what == second_span.what
+        assert max(first_span.start_s, second_span.start_s) <= min(first_span.end_s, second_span.end_s) + 1e-3
 
 
 def test_in_a_pipeline_values_are_waited_for_before_they_are_used(ranks: Ranks) -> None:
     layout = mw.Layout(pp=2, microbatches=4)
     traces = ranks(2, traces_of, layout)
-    for rank, (mine, _) in enumerate(traces):
-        actions = [what for what in names(mine, "compute") if re.match(r"\d", what)]
+    for rank, (trace, _) in enumerate(traces):
+        actions = [what for what in names(trace, "compute") if re.match(r"\d", what)]
         assert sorted(actions) == sorted(f"{rank}{kind}{m}" for kind in "FB" for m in range(4))
-        used = {span.what: span.start_s for span in mine.spans if span.stream == "compute"}
-        waits = {span.what: span.end_s for span in mine.spans if span.stream == "wait" and "RECV" in span.what}
+        used = {span.what: span.start_s for span in trace.spans if span.stream == "compute"}
+        waits = {span.what: span.end_s for span in trace.spans if span.stream == "wait" and "RECV" in span.what}
         kind = "F" if rank else "B"
         assert sorted(waits) == [f"{rank}RECV_{kind}{m}" for m in range(4)]
         assert all(end_s <= used[what.replace("RECV_", "")] for what, end_s in waits.items())
-        assert "broadcast pp" in names(mine, "wait")
+        assert "broadcast pp" in names(trace, "wait")
     times = summarize(traces[0][1])
-    assert [one.rank for one in times] == [0, 1]
-    assert len({one.step_s for one in times}) == 1
-    assert all(one.bubble_s > 0 for one in times)
+    assert [rank_times.rank for rank_times in times] == [0, 1]
+    assert len({rank_times.step_s for rank_times in times}) == 1
+    assert all(rank_times.bubble_s > 0 for rank_times in times)
 
 
 def steps_without_notes() -> int:
@@ -173,8 +173,8 @@ def test_spans_of_a_device_have_its_times(monkeypatch: pytest.MonkeyPatch) -> No
     recorder.span(COMPUTE, "backward", 1.0, 3.0)
     recorder.sample()
     recorder.collective("all_reduce", "group", CollectiveTimes(2.0, 4.0, ((2.0, 2.5), (3.5, 4.0))), 8)
-    found = {(span.stream, span.what): (span.start_s, span.end_s) for span in recorder.trace(0).spans[:3]}
-    assert found == {
+    span_times = {(span.stream, span.what): (span.start_s, span.end_s) for span in recorder.trace(0).spans[:3]}
+    assert span_times == {
         (COMPUTE, "forward"): (100.0, 102.0), (COMPUTE, "backward"): (102.0, 106.0),
         ("communication", "all_reduce dp"): (104.0, 108.0),
     }  # fmt: skip

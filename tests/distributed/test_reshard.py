@@ -39,8 +39,10 @@ def _legal(placements: Placements) -> bool:
     operations = {placement.op for placement in placements.values() if isinstance(placement, Partial)}
     shards = [placement for placement in placements.values() if isinstance(placement, Shard)]
     nested = all(
-        one.dim != two.dim or one.outer == two.outer or max(one.outer, two.outer) % (2 * min(one.outer, two.outer)) == 0
-        for one, two in itertools.combinations(shards, 2)
+        first.dim != second.dim
+        or first.outer == second.outer
+        or max(first.outer, second.outer) % (2 * min(first.outer, second.outer)) == 0
+        for first, second in itertools.combinations(shards, 2)
     )
     return len(operations) <= 1 and nested and list(placements.values()).count(Flat()) < 2
 
@@ -58,9 +60,9 @@ def _terms(
     generator = torch.Generator().manual_seed(seed)
     sizes = [groups[axis].size for axis in partial]
     terms = torch.randn(*sizes, *shape, generator=generator, dtype=torch.float64)
-    mine = terms[tuple(groups[axis].index for axis in partial)]
+    term = terms[tuple(groups[axis].index for axis in partial)]
     flat = terms.reshape(-1, *shape)
-    return mine, flat.sum(0) if op == "sum" else flat.amax(0)
+    return term, flat.sum(0) if op == "sum" else flat.amax(0)
 
 
 def _finished(steps: Any) -> Any:
@@ -102,7 +104,7 @@ def _reshard(
 def test_every_rank_ends_with_its_part(ranks: Ranks, algorithm: str) -> None:
     chooser = random.Random(0)
     every = [dict(zip(("dp", "tp"), pair, strict=True)) for pair in itertools.product(CHOICES, CHOICES)]
-    sources = [one for one in every if _legal(one)]
+    sources = [placements for placements in every if _legal(placements)]
     targets = [source for source in sources if not any(isinstance(placement, Partial) for placement in source.values())]
     pairs = list(itertools.product(sources, targets))
     doubled = [pair for pair in pairs if _doubled(pair[0]) or _doubled(pair[1])]
@@ -139,7 +141,7 @@ def test_uneven_parts_are_resharded_too(ranks: Ranks, num_ranks: int, tp: int) -
         same = len(set(shards)) == 1  # two axes, one factor: of three elements, a rank has none
         return (apart or same) and list(placements.values()).count(Flat()) < 2
 
-    sources = [one for one in every if legal(one)]
+    sources = [placements for placements in every if legal(placements)]
     targets = [source for source in sources if not any(isinstance(placement, Partial) for placement in source.values())]
     pairs = list(itertools.product(sources, targets))
     cases = [(seed, *pair) for seed, pair in enumerate(chooser.sample(pairs, min(len(pairs), 250)))]
@@ -157,20 +159,20 @@ def _in_parts(algorithm: str, sizes: dict[str, int], shapes: list[tuple[int, ...
     groups = axis_groups(Mesh.of(**sizes), torch.distributed.get_rank(), {"dp": algorithm})
     group, generator = groups["dp"], torch.Generator().manual_seed(0)
     terms = [torch.randn(group.size, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    mine = [term[group.index].clone() for term in terms]
+    own_terms = [term[group.index].clone() for term in terms]
     parts = [local_part(term.sum(0), {"dp": Flat()}, groups) for term in terms]
     options = group.name, group.size, group.algorithm
     wrong = []
-    reduced = collectives.WAIT(collectives.REDUCE_TO_PARTS(mine, *options))
+    reduced = collectives.WAIT(collectives.REDUCE_TO_PARTS(own_terms, *options))
     if not torch.allclose(reduced, torch.cat([part.flatten() for part in parts]), rtol=0, atol=1e-12):
         wrong.append("reduced to parts")
     flat = collectives.WAIT(collectives.GATHER_PARTS(parts, *options))
-    for one, part, whole in zip(terms, parts, flat.split([group.size * part.numel() for part in parts]), strict=True):
-        padding = torch.zeros(whole.numel() - one[0].numel(), dtype=torch.float64)
-        if not torch.equal(whole, torch.cat([one.sum(0).flatten(), padding])):
-            wrong.append(f"gathered {list(one[0].shape)}")
-        if not torch.equal(gather_whole(part, tuple(one[0].shape), {"dp": Flat()}, groups), one.sum(0)):
-            wrong.append(f"gather_whole {list(one[0].shape)}")
+    for term, part, whole in zip(terms, parts, flat.split([group.size * part.numel() for part in parts]), strict=True):
+        padding = torch.zeros(whole.numel() - term[0].numel(), dtype=torch.float64)
+        if not torch.equal(whole, torch.cat([term.sum(0).flatten(), padding])):
+            wrong.append(f"gathered {list(term[0].shape)}")
+        if not torch.equal(gather_whole(part, tuple(term[0].shape), {"dp": Flat()}, groups), term.sum(0)):
+            wrong.append(f"gather_whole {list(term[0].shape)}")
     return wrong
 
 

@@ -42,11 +42,11 @@ def pairs(ring: Ring, step: int) -> list[tuple[int, int]]:
 @given(st.integers(2, 9))
 def test_every_pair_is_met_once_and_every_rank_has_as_many_in_every_step(size: int) -> None:
     rings = [Ring(lambda value: lambda: value, index, size, index * LENGTH, True) for index in range(size)]
-    found = {(ring.index, step): pairs(ring, step) for ring in rings for step in range(size)}
-    every = Counter(pair for some in found.values() for pair in some)
+    pairs_by_step = {(ring.index, step): pairs(ring, step) for ring in rings for step in range(size)}
+    every = Counter(pair for some in pairs_by_step.values() for pair in some)
     assert every == {(query, key): 1 for query in range(size * LENGTH) for key in range(query + 1)}
     for step in range(size):
-        assert len({len(found[index, step]) for index in range(size)}) == 1
+        assert len({len(pairs_by_step[index, step]) for index in range(size)}) == 1
 
 
 def train(layout: mw.Layout) -> tuple[float, float]:
@@ -55,9 +55,9 @@ def train(layout: mw.Layout) -> tuple[float, float]:
         torch.manual_seed(5)
         subjects.append(oracle.gpt(True, tied=False))
     expected = oracle.reference(subjects[0], oracle.OPTIMIZERS["AdamW"])
-    found, trainer = oracle.in_parallel(subjects[1], layout, oracle.OPTIMIZERS["AdamW"])
-    state = oracle.largest_error(found.state, expected.state) if trainer.rank == 0 else 0.0
-    return oracle.error_of(torch.stack(found.losses), torch.stack(expected.losses)), state
+    run, trainer = oracle.in_parallel(subjects[1], layout, oracle.OPTIMIZERS["AdamW"])
+    state = oracle.largest_error(run.state, expected.state) if trainer.rank == 0 else 0.0
+    return oracle.error_of(torch.stack(run.losses), torch.stack(expected.losses)), state
 
 
 @pytest.mark.parametrize(
@@ -107,10 +107,10 @@ def test_gradients_are_those_of_the_masks_that_were_drawn(size: int, length: int
 
     def step(by: float) -> tuple[float, torch.Tensor]:
         values = {"weights": (model.weights + by * direction).detach(), "batch.x": batch["x"]}
-        found, _ = run_step(captured, plan, values)
-        gradient = found.gradients["weights"]
+        result, _ = run_step(captured, plan, values)
+        gradient = result.gradients["weights"]
         assert gradient is not None
-        return float(found.loss), gradient
+        return float(result.loss), gradient
 
     by = 1e-5
     numeric = (step(by)[0] - step(-by)[0]) / (2 * by)
@@ -160,12 +160,12 @@ def test_windows_and_shared_keys_are_those_of_serial_attention(layout: str, wind
     assert attention.arguments.endswith(f", True, 0.5, 0, 1, {window}" if window else ", True, 0.5, 0, 1")
     plan = plan_of(captured.graph, LAYOUTS[layout], LAYOUTS[layout].num_ranks)
     values = {name: value.detach().clone() for name, value in model.named_parameters()} | {"batch.x": batch["x"]}
-    found, _ = run_step(captured, plan, values)
+    result, _ = run_step(captured, plan, values)
     expected = loss_of(model, batch)
     expected.backward()
-    assert oracle.error_of(found.loss, expected.detach()) <= oracle.TOLERANCE
+    assert oracle.error_of(result.loss, expected.detach()) <= oracle.TOLERANCE
     for name, parameter in model.named_parameters():
-        gradient = found.gradients[name]
+        gradient = result.gradients[name]
         assert gradient is not None
         assert parameter.grad is not None
         assert oracle.error_of(gradient, parameter.grad) <= oracle.TOLERANCE
@@ -177,5 +177,5 @@ def test_a_ring_with_a_window_ends_when_all_keys_are_met(columns: int, window: i
     for query in range(columns * size):
         first = max(0, query - window + 1)
         needed = max(needed, query // columns - first // columns + 1)
-    found = {num_steps(columns, columns, size, index, index * columns, window) for index in range(size)}
-    assert found == {needed}
+    step_counts = {num_steps(columns, columns, size, index, index * columns, window) for index in range(size)}
+    assert step_counts == {needed}

@@ -59,7 +59,7 @@ def check_everything(subject: Subject, draw: Draw) -> set[str]:
     for group in subject.linear_groups:
         check(subject, {"a": "^" * group}, {"a": 2}, draw.generator)
         done["^" * group] = None
-    pairs = [(one, other) for one, other in itertools.permutations(done, 2) if {one[0], other[0]} != {"^"}]
+    pairs = [(first, second) for first, second in itertools.permutations(done, 2) if {first[0], second[0]} != {"^"}]
     pairs += [(factor, factor) for factor in done if factor in sizes]
     alone = {member for name in subject.rule.joint for member in subject.rule.members(name)} & set(
         subject.rule.decompositions
@@ -67,7 +67,7 @@ def check_everything(subject: Subject, draw: Draw) -> set[str]:
     pairs = [pair for pair in pairs if not (alone & set(pair) and subject.rule.joint.keys() & set(pair))]
     fitting = [
         (strategy, mesh)
-        for strategy in ({"a": one, "b": other} for one, other in pairs)
+        for strategy in ({"a": first, "b": second} for first, second in pairs)
         for mesh in ({"a": a, "b": b} for a, b in itertools.product(PARTS, PARTS))
         if misfit(subject.rule, strategy, mesh) is None
     ]
@@ -99,13 +99,13 @@ def property_test(
     def run(data: Any) -> None:
         draw = Draw(data.draw)
         args, kwargs = build(draw)
-        one = subject(target, args, kwargs, own)
-        if isinstance(one, Unsplit):
+        whole = subject(target, args, kwargs, own)
+        if isinstance(whole, Unsplit):
             return
-        seen.update(check_everything(one, draw))
-        cuts = composites(one)
+        seen.update(check_everything(whole, draw))
+        cuts = composites(whole)
         if cuts:
-            check_everything(refined(one, cuts), draw)
+            check_everything(refined(whole, cuts), draw)
 
     run()
     return seen

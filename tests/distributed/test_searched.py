@@ -58,8 +58,8 @@ def trained(name: str, text: bytes) -> LargestErrors:
         expected = oracle.reference(serial, sgd)
         plan = decode(from_rank_0(lambda: text), mw.Plan, where="plan of rank 0")
         share = oracle.sharing_capture(("searched", name))
-        found, trainer = oracle.in_parallel(subject_of(name), plan, sgd, parallelize=share)
-    return oracle.compared(before, expected, found, trainer)
+        run, trainer = oracle.in_parallel(subject_of(name), plan, sgd, parallelize=share)
+    return oracle.compared(before, expected, run, trainer)
 
 
 def checked(ranks: Ranks, count: int, name: str, plan: mw.Plan) -> None:

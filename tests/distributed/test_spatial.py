@@ -111,8 +111,8 @@ def compared(serial: Subject, parallel: Subject, layout: mw.Layout, key: object 
     optimizer = oracle.OPTIMIZERS["SGD"]
     expected = oracle.reference(serial, optimizer, key=key)
     parallelize = mw.parallelize if key is None else oracle.sharing_capture(key)
-    found, trainer = oracle.in_parallel(parallel, layout, optimizer, parallelize=parallelize)
-    return oracle.compared(before, expected, found, trainer)
+    run, trainer = oracle.in_parallel(parallel, layout, optimizer, parallelize=parallelize)
+    return oracle.compared(before, expected, run, trainer)
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES, ids=lambda value: value if isinstance(value, str) else "")
@@ -137,11 +137,11 @@ def train_own_rows_first(name: str, layout: mw.Layout) -> oracle.LargestErrors:
     before = {key: value.clone() for key, value in serial.model.state_dict().items()}
     optimizer = oracle.OPTIMIZERS["SGD"]
     expected = oracle.reference(serial, optimizer, key=share)
-    found, trainer = oracle.in_parallel(parallel, plan, optimizer, parallelize=oracle.sharing_capture(share))
+    run, trainer = oracle.in_parallel(parallel, plan, optimizer, parallelize=oracle.sharing_capture(share))
     targets = [node.target for node in trainer._last.stages[0].functions["prologue"].graph.nodes]
     assert collectives.ADD_ROWS in targets
     assert collectives.HALO_RETURN in targets
-    return oracle.compared(before, expected, found, trainer)
+    return oracle.compared(before, expected, run, trainer)
 
 
 @pytest.mark.parametrize(
@@ -166,14 +166,14 @@ def train_on_parts(layout: mw.Layout) -> tuple[list[float], dict[str, tuple[slic
         parts = trainer.input_parts
         batches = [{name: batch[name][parts[name]] for name in batch} if local else batch for batch in subject.batches]
         losses.append([float(trainer.step(batch, local=local)) for batch in batches])
-    return [one - other for one, other in zip(*losses, strict=True)], parts
+    return [loss - other for loss, other in zip(*losses, strict=True)], parts
 
 
 def test_a_rank_needs_no_more_than_its_rows(ranks: Ranks) -> None:
     parts = []
     for differences, part in ranks(4, train_on_parts, mw.Layout(dp=2, spatial=(2,))):
         assert differences == [0.0, 0.0]
-        parts.append([(one.start, one.stop) for one in part["image"]])
+        parts.append([(extent.start, extent.stop) for extent in part["image"]])
     rows = [(0, 8), (8, 16)]
     assert parts == [[(n, n + 1), (0, 3), y, (0, 16)] for n in (0, 1) for y in rows]
 

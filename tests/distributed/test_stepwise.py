@@ -64,8 +64,8 @@ def trainer_of(layout: mw.Layout, model: nn.Module | None = None) -> mw.Trainer:
     return mw.parallelize(model or model_of(), loss_fn, batch_of(0), plan=layout, optimizer=adamw)
 
 
-def far(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    return max(float((found[name] - value.detach()).abs().max()) for name, value in expected.items())
+def far(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    return max(float((actual[name] - value.detach()).abs().max()) for name, value in expected.items())
 
 
 # ----------------------------------------------------------------------------------------------------- pieces of a step
@@ -165,8 +165,8 @@ def follows(layout: mw.Layout) -> tuple[bool, int]:
         ours.loss(batch_of(step)).backward()
         ours.optimizer.step()
         whole.step(batch_of(step))
-    found, expected = (trainer.full_state_dict(all_ranks=True) for trainer in (ours, whole))
-    return all(torch.equal(found[name], expected[name]) for name in expected), ours.step_number
+    state, expected = (trainer.full_state_dict(all_ranks=True) for trainer in (ours, whole))
+    return all(torch.equal(state[name], expected[name]) for name in expected), ours.step_number
 
 
 def test_the_callers_own_optimizer_step_is_followed(ranks: Ranks) -> None:
@@ -242,8 +242,8 @@ class Pair(nn.Module):
 
 
 def discriminator_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    real, made = model.discriminator(batch["real"]), model.discriminator(model.generator(batch["noise"]).detach())
-    return F.softplus(-real).mean() + F.softplus(made).mean()
+    real, generated = model.discriminator(batch["real"]), model.discriminator(model.generator(batch["noise"]).detach())
+    return F.softplus(-real).mean() + F.softplus(generated).mean()
 
 
 def generator_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:

@@ -48,9 +48,9 @@ class Shows(nn.Module):
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
-    found = model(batch)
-    weights = torch.linspace(1, 2, found.numel(), dtype=found.dtype).view(found.shape)
-    loss: Tensor = (found * weights).sin().square().sum()
+    output = model(batch)
+    weights = torch.linspace(1, 2, output.numel(), dtype=output.dtype).view(output.shape)
+    loss: Tensor = (output * weights).sin().square().sum()
     return loss
 
 
@@ -64,10 +64,10 @@ def test_it_shows_the_same_elements_of_a_gathered_tensor(name: str, layout: str)
     captured = capture(model, loss_of, batch)
     plan = plan_of(captured.graph, LAYOUTS[layout], LAYOUTS[layout].num_ranks)
     values = {name: value.detach() for name, value in model.named_parameters()}
-    found, _ = run_step(captured, plan, {**values, "batch": batch})
-    torch.testing.assert_close(found.loss, expected.detach(), rtol=1e-12, atol=1e-12)
+    result, _ = run_step(captured, plan, {**values, "batch": batch})
+    torch.testing.assert_close(result.loss, expected.detach(), rtol=1e-12, atol=1e-12)
     for (name, _), gradient in zip(model.named_parameters(), gradients, strict=True):
-        torch.testing.assert_close(found.gradients[name], gradient, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(result.gradients[name], gradient, rtol=1e-12, atol=1e-12)
 
 
 def test_elements_that_a_slice_does_not_have_are_refused() -> None:

@@ -42,8 +42,8 @@ def num_ranks(layout: mw.Layout) -> int:
 def fresh(make: Callable[[], Subject]) -> tuple[Subject, Subject]:
     """The same subject twice: for the trainer, and for eager PyTorch."""
     torch.manual_seed(3)
-    mine = make()
-    return mine, copy.deepcopy(mine)
+    subject = make()
+    return subject, copy.deepcopy(subject)
 
 
 def trainer_of(subject: Subject, layout: mw.Layout | mw.Plan, *, of: object = None, **options: Any) -> mw.Trainer:
@@ -79,10 +79,10 @@ def state_error(trainer: mw.Trainer, subject: Subject) -> float:
 
 
 def evaluate_between_steps(layout: mw.Layout, make: Callable[[bool], Subject]) -> list[float]:
-    mine, plain = fresh(lambda: make(True))
-    trainer, optimizer = trainer_of(mine, layout), sgd(plain.model.parameters())
+    parallel, plain = fresh(lambda: make(True))
+    trainer, optimizer = trainer_of(parallel, layout), sgd(plain.model.parameters())
     errors = []
-    for batch in mine.batches:
+    for batch in parallel.batches:
         errors.append(error_of(trainer.step(batch), eager_step(plain, optimizer, batch)))
         plain.model.eval()
         with torch.no_grad():
@@ -104,12 +104,12 @@ def test_evaluation_equals_eval_mode_and_disturbs_nothing(
 
 
 def evaluate_with_dropout(layout: mw.Layout) -> tuple[float, float, bool]:
-    mine, plain = fresh(lambda: oracle.one_block(True, dropout=0.5))
-    trainer = trainer_of(mine, layout, optimizer=None)
+    parallel, plain = fresh(lambda: oracle.one_block(True, dropout=0.5))
+    trainer = trainer_of(parallel, layout, optimizer=None)
     plain.model.eval()
-    found = [trainer.evaluate(mine.batches[0]) for _ in range(2)]
-    expected = eager_loss(plain, mine.batches[0])[0].detach()
-    return error_of(found[0], expected), error_of(found[1], expected), mine.model.training
+    losses = [trainer.evaluate(parallel.batches[0]) for _ in range(2)]
+    expected = eager_loss(plain, parallel.batches[0])[0].detach()
+    return error_of(losses[0], expected), error_of(losses[1], expected), parallel.model.training
 
 
 @pytest.mark.parametrize("layout", ["dp2", "tp2"])
@@ -121,8 +121,8 @@ def test_evaluation_drops_nothing_and_keeps_the_models_mode(ranks: Ranks, layout
 
 
 def step_without_optimizer() -> None:
-    mine, _ = fresh(lambda: oracle.mlp(False))
-    trainer_of(mine, mw.Layout(dp=2), optimizer=None).step(mine.batches[0])
+    parallel, _ = fresh(lambda: oracle.mlp(False))
+    trainer_of(parallel, mw.Layout(dp=2), optimizer=None).step(parallel.batches[0])
 
 
 def test_step_without_optimizer_is_refused(ranks: Ranks) -> None:
@@ -163,9 +163,9 @@ class Captures(logging.Handler):
 
 
 def train_on_several_shapes(layout: mw.Layout) -> tuple[list[float], list[str]]:
-    mine, plain = fresh(lambda: oracle.one_block(True))
-    trainer, optimizer = trainer_of(mine, layout), sgd(plain.model.parameters())
-    whole = mine.batches[0]
+    parallel, plain = fresh(lambda: oracle.one_block(True))
+    trainer, optimizer = trainer_of(parallel, layout), sgd(plain.model.parameters())
+    whole = parallel.batches[0]
     shapes = [whole, cut(whole, 5), cut(whole, 2), whole, cut(whole, 5), cut(whole, 8, 7), cut(whole, 2)]
     with Captures() as captures:
         errors = [error_of(trainer.step(batch), eager_step(plain, optimizer, batch)) for batch in shapes]
@@ -184,9 +184,9 @@ def test_other_batch_shapes_are_captured_once_and_right(ranks: Ranks, layout: st
 
 
 def train_on_many_shapes() -> list[str]:
-    mine, _ = fresh(lambda: oracle.mlp(False))
-    trainer = trainer_of(mine, mw.Layout())
-    batch = mine.batches[0]
+    parallel, _ = fresh(lambda: oracle.mlp(False))
+    trainer = trainer_of(parallel, mw.Layout())
+    batch = parallel.batches[0]
     twice = {name: torch.cat([value, value]) for name, value in batch.items()}
     with Captures() as captures:
         for samples in [*range(1, 11), 10, 3, 1]:
@@ -202,11 +202,11 @@ def test_eight_shapes_are_kept(ranks: Ranks) -> None:
 
 
 def train_on_parts(layout: mw.Layout, make: Callable[[bool], Subject]) -> tuple[tuple[int, int], list[float]]:
-    mine, plain = fresh(lambda: make(True))
-    trainer, optimizer = trainer_of(mine, layout), sgd(plain.model.parameters())
+    parallel, plain = fresh(lambda: make(True))
+    trainer, optimizer = trainer_of(parallel, layout), sgd(plain.model.parameters())
     index, count = trainer.data_shard
     errors = []
-    for batch in [*mine.batches, cut(mine.batches[0], 4)]:
+    for batch in [*parallel.batches, cut(parallel.batches[0], 4)]:
         part = list(oracle.shards(batch, count))[index]
         errors.append(error_of(trainer.step(part, local=True), eager_step(plain, optimizer, batch)))
         expected, metrics = eager_loss(plain, batch)
@@ -227,9 +227,9 @@ def test_local_parts_equal_the_global_batch(ranks: Ranks, layout: str) -> None:
 
 
 def step_on(change: str) -> None:
-    mine, _ = fresh(lambda: oracle.mlp(False))
-    trainer = trainer_of(mine, mw.Layout(dp=2))
-    batch = mine.batches[0]
+    parallel, _ = fresh(lambda: oracle.mlp(False))
+    trainer = trainer_of(parallel, mw.Layout(dp=2))
+    batch = parallel.batches[0]
     trainer.step({**batch, "more": batch["label"]} if change == "structure" else cut(batch, 1))
 
 
@@ -255,25 +255,25 @@ def scaled_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def step_with_numbers() -> list[float]:
-    mine, _ = fresh(lambda: oracle.mlp(False))
-    batch: dict[str, Any] = {**mine.batches[0], "scale": 1.0}
-    trainer = mw.parallelize(mine.model, scaled_loss, batch, plan=mw.Layout(dp=2), optimizer=sgd)
+    parallel, _ = fresh(lambda: oracle.mlp(False))
+    batch: dict[str, Any] = {**parallel.batches[0], "scale": 1.0}
+    trainer = mw.parallelize(parallel.model, scaled_loss, batch, plan=mw.Layout(dp=2), optimizer=sgd)
     return [float(trainer.evaluate({**batch, "scale": scale})) for scale in (1.0, 3.0, 1.0)]
 
 
 def test_numbers_in_the_batch_are_not_frozen_at_their_first_value(ranks: Ranks) -> None:
-    for one, three, again in ranks(2, step_with_numbers):
-        assert three == pytest.approx(3 * one)
-        assert again == one
+    for loss, three, again in ranks(2, step_with_numbers):
+        assert three == pytest.approx(3 * loss)
+        assert again == loss
 
 
 # --- state -----------------------------------------------------------------------------------------------------------
 
 
 def state_into_plain_model(layout: mw.Layout, make: Callable[[bool], Subject]) -> tuple[list[str], float]:
-    mine, plain = fresh(lambda: make(True))
-    trainer, optimizer = trainer_of(mine, layout), sgd(plain.model.parameters())
-    for batch in mine.batches:
+    parallel, plain = fresh(lambda: make(True))
+    trainer, optimizer = trainer_of(parallel, layout), sgd(plain.model.parameters())
+    for batch in parallel.batches:
         trainer.step(batch)
         eager_step(plain, optimizer, batch)
     state = trainer.full_state_dict()
@@ -282,7 +282,7 @@ def state_into_plain_model(layout: mw.Layout, make: Callable[[bool], Subject]) -
     assert all(not value.requires_grad for value in state.values())
     _, loaded = fresh(lambda: make(True))
     loaded.model.load_state_dict(state, strict=True)
-    batch = mine.batches[0]
+    batch = parallel.batches[0]
     error = error_of(eager_loss(loaded, batch)[0].detach(), eager_loss(plain, batch)[0].detach())
     return list(state), max(error, largest_error(loaded.model.state_dict(), plain.model.state_dict()))
 
@@ -305,14 +305,14 @@ def widened_state_into_plain_model(layout: mw.Layout, make: Callable[[bool], Sub
 
 
 def whole_and_split(layout: mw.Layout) -> tuple[dict[str, bool], dict[str, bool], bool]:
-    mine, _ = fresh(lambda: oracle.gpt(False, vocabulary=oracle.LARGE_VOCABULARY))
-    before = dict(mine.model.named_parameters())
-    trainer = trainer_of(mine, layout)
-    trainer.step(mine.batches[0])
-    after = dict(mine.model.named_parameters())
+    parallel, _ = fresh(lambda: oracle.gpt(False, vocabulary=oracle.LARGE_VOCABULARY))
+    before = dict(parallel.model.named_parameters())
+    trainer = trainer_of(parallel, layout)
+    trainer.step(parallel.batches[0])
+    after = dict(parallel.model.named_parameters())
     meta = {name: value.is_meta for name, value in after.items()}
     same = {name: trainer.parameters[name] is before[name] is after[name] for name in after}
-    model = mine.model
+    model = parallel.model
     assert isinstance(model, GPT)
     return meta, same, model.head.weight is model.token_embedding.weight
 
@@ -383,11 +383,11 @@ def test_meta_module_that_cannot_initialise_itself_is_refused(ranks: Ranks) -> N
 
 
 def train_with_scheduler(layout: mw.Layout) -> list[float]:
-    mine, plain = fresh(lambda: oracle.mlp(True))
-    trainer, optimizer = trainer_of(mine, layout), sgd(plain.model.parameters())
-    schedules = [torch.optim.lr_scheduler.StepLR(one, 1, gamma=0.1) for one in (trainer.optimizer, optimizer)]
+    parallel, plain = fresh(lambda: oracle.mlp(True))
+    trainer, optimizer = trainer_of(parallel, layout), sgd(plain.model.parameters())
+    schedules = [torch.optim.lr_scheduler.StepLR(stepper, 1, gamma=0.1) for stepper in (trainer.optimizer, optimizer)]
     errors = []
-    for batch in mine.batches:
+    for batch in parallel.batches:
         errors.append(error_of(trainer.step(batch), eager_step(plain, optimizer, batch)))
         for schedule in schedules:
             schedule.step()
@@ -409,9 +409,9 @@ def groups(parameters: Any) -> torch.optim.Optimizer:
 
 
 def train_with_groups(layout: mw.Layout) -> list[float]:
-    mine, plain = fresh(lambda: oracle.one_block(True))
-    trainer, optimizer = trainer_of(mine, layout, optimizer=groups), groups(plain.model.named_parameters())
-    errors = [error_of(trainer.step(batch), eager_step(plain, optimizer, batch)) for batch in mine.batches]
+    parallel, plain = fresh(lambda: oracle.one_block(True))
+    trainer, optimizer = trainer_of(parallel, layout, optimizer=groups), groups(plain.model.named_parameters())
+    errors = [error_of(trainer.step(batch), eager_step(plain, optimizer, batch)) for batch in parallel.batches]
     return [*errors, state_error(trainer, plain)]
 
 
@@ -423,10 +423,10 @@ def test_optimizer_gets_names_and_shapes_for_its_groups(ranks: Ranks, layout: st
 
 
 def train_with_adafactor(layout: mw.Layout) -> list[float]:
-    mine, plain = fresh(lambda: oracle.mlp(True))
+    parallel, plain = fresh(lambda: oracle.mlp(True))
     optimizer = torch.optim.Adafactor(plain.model.parameters(), lr=0.1)
-    trainer = trainer_of(mine, layout, optimizer=lambda parameters: torch.optim.Adafactor(parameters, lr=0.1))
-    return [error_of(trainer.step(batch), eager_step(plain, optimizer, batch)) for batch in mine.batches]
+    trainer = trainer_of(parallel, layout, optimizer=lambda parameters: torch.optim.Adafactor(parameters, lr=0.1))
+    return [error_of(trainer.step(batch), eager_step(plain, optimizer, batch)) for batch in parallel.batches]
 
 
 def test_optimizer_that_needs_whole_tensors(ranks: Ranks) -> None:
@@ -443,16 +443,16 @@ def test_optimizer_that_needs_whole_tensors(ranks: Ranks) -> None:
 def clip_around_the_norm(layout: mw.Layout) -> tuple[list[float], list[float]]:
     norms, errors = [], []
     for scale in (0.5, 2.0):
-        mine, plain = fresh(lambda: oracle.one_block(True))
-        loss, _ = eager_loss(plain, mine.batches[0])
+        parallel, plain = fresh(lambda: oracle.one_block(True))
+        loss, _ = eager_loss(plain, parallel.batches[0])
         loss.backward()
         limit = scale * float(
             nn.utils.get_total_norm(value.grad for value in plain.model.parameters() if value.grad is not None)
         )
         norm = nn.utils.clip_grad_norm_(plain.model.parameters(), limit)
         sgd(plain.model.parameters()).step()
-        trainer = trainer_of(mine, layout, of="one block", max_grad_norm=limit)
-        trainer.step(mine.batches[0])
+        trainer = trainer_of(parallel, layout, of="one block", max_grad_norm=limit)
+        trainer.step(parallel.batches[0])
         norms.append(float(trainer.metrics["grad_norm"]) / limit)
         errors += [error_of(trainer.metrics["grad_norm"], norm), state_error(trainer, plain)]
     return norms, errors
@@ -473,17 +473,17 @@ def freeze(model: nn.Module, *names: str) -> None:
 
 
 def train_partly_frozen(layout: mw.Layout, when: str) -> tuple[list[float], float]:
-    mine, plain = fresh(lambda: oracle.one_block(True))
+    parallel, plain = fresh(lambda: oracle.one_block(True))
     if when == "before":
-        freeze(mine.model, "mlp", "position")
+        freeze(parallel.model, "mlp", "position")
         freeze(plain.model, "mlp", "position")
-    trainer, optimizer = trainer_of(mine, layout, of=("frozen", when)), sgd(plain.model.parameters())
+    trainer, optimizer = trainer_of(parallel, layout, of=("frozen", when)), sgd(plain.model.parameters())
     errors = []
     weight = plain.model.get_parameter("blocks.0.mlp.up.weight")
     before = weight.detach().clone()
-    for step, batch in enumerate(mine.batches):
+    for step, batch in enumerate(parallel.batches):
         if when == "meanwhile" and step == 2:
-            freeze(mine.model, "mlp", "position")
+            freeze(parallel.model, "mlp", "position")
             freeze(plain.model, "mlp", "position")
             before = weight.detach().clone()
         errors.append(error_of(trainer.step(batch), eager_step(plain, optimizer, batch)))
@@ -524,11 +524,11 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def train_with_spares(layout: mw.Layout) -> list[float]:
-    mine, plain = fresh(lambda: with_spares(True))
-    trainer = trainer_of(mine, layout, of="spares", optimizer=adamw, max_grad_norm=0.1)
+    parallel, plain = fresh(lambda: with_spares(True))
+    trainer = trainer_of(parallel, layout, of="spares", optimizer=adamw, max_grad_norm=0.1)
     optimizer = adamw(plain.model.parameters())
     errors = []
-    for batch in mine.batches:
+    for batch in parallel.batches:
         errors.append(error_of(trainer.step(batch), eager_step(plain, optimizer, batch, max_grad_norm=0.1)))
     return [*errors, state_error(trainer, plain)]
 
@@ -544,9 +544,9 @@ def test_unused_parameters_are_left_alone(ranks: Ranks, layout: str) -> None:
 
 
 def metrics_of_a_step(layout: mw.Layout) -> dict[str, Tensor]:
-    mine, _ = fresh(lambda: oracle.one_block(True))
-    trainer = trainer_of(mine, layout, max_grad_norm=1.0)
-    loss = trainer.step(mine.batches[0])
+    parallel, _ = fresh(lambda: oracle.one_block(True))
+    trainer = trainer_of(parallel, layout, max_grad_norm=1.0)
+    loss = trainer.step(parallel.batches[0])
     assert loss is trainer.metrics["loss"]
     return trainer.metrics
 
@@ -578,14 +578,14 @@ def first_and_last(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Te
 
 def train_with_dropout(layout: mw.Layout, dropout: float, seed: int = 0) -> list[tuple[float, float, float]]:
     """The losses of the batch, of its first and of its last sample; all samples are one."""
-    mine, _ = fresh(lambda: oracle.one_block(False, dropout=dropout))
-    batch = {name: value[:1].repeat(oracle.BATCH, 1) for name, value in mine.batches[0].items()}
-    trainer = trainer_of(Subject(mine.model, first_and_last, [batch]), layout, of=("dropout", dropout), seed=seed)
-    found = []
+    parallel, _ = fresh(lambda: oracle.one_block(False, dropout=dropout))
+    batch = {name: value[:1].repeat(oracle.BATCH, 1) for name, value in parallel.batches[0].items()}
+    trainer = trainer_of(Subject(parallel.model, first_and_last, [batch]), layout, of=("dropout", dropout), seed=seed)
+    losses = []
     for _ in range(12):
         loss = trainer.step(batch)
-        found.append((float(loss), float(trainer.metrics["first"]), float(trainer.metrics["last"])))
-    return found
+        losses.append((float(loss), float(trainer.metrics["first"]), float(trainer.metrics["last"])))
+    return losses
 
 
 @pytest.mark.parametrize("layout", oracle.LAYOUTS)
@@ -656,10 +656,10 @@ def test_backward_drops_what_forward_dropped(ranks: Ranks, layout: str) -> None:
 
 
 def train_by(subject: str, plan: mw.Layout | mw.Plan | str) -> tuple[list[float], list[str], str]:
-    mine, plain = fresh(lambda: oracle.MODELS[subject](True))
-    trainer = mw.parallelize(mine.model, mine.loss_fn, mine.batches[0], plan=plan, optimizer=sgd)
+    parallel, plain = fresh(lambda: oracle.MODELS[subject](True))
+    trainer = mw.parallelize(parallel.model, parallel.loss_fn, parallel.batches[0], plan=plan, optimizer=sgd)
     optimizer = sgd(plain.model.parameters())
-    errors = [error_of(trainer.step(batch), eager_step(plain, optimizer, batch)) for batch in mine.batches]
+    errors = [error_of(trainer.step(batch), eager_step(plain, optimizer, batch)) for batch in parallel.batches]
     split = [name for name in trainer.parameters if trainer.parameters.is_sharded(name)]
     return [*errors, state_error(trainer, plain)], split, trainer.plan.explain()
 
@@ -682,8 +682,8 @@ def test_pin_to_the_batch_beside_data_parallel(ranks: Ranks) -> None:
         assert "dense.0.weight" in split
         assert "convolutions.* batch@dp batch@tp pinned" in " ".join(explained.split())
         assert "replicated on" not in explained
-    mine, _ = fresh(lambda: oracle.lenet(True))
-    graph = mw.capture(mine.model, mine.loss_fn, cut(mine.batches[0], 3))
+    parallel, _ = fresh(lambda: oracle.lenet(True))
+    graph = mw.capture(parallel.model, parallel.loss_fn, cut(parallel.batches[0], 3))
     explained = mw.plan(graph, devices=4, layout=layout).explain()
     assert "batch@dp batch@tp" not in explained
     assert "is split over another axis, and too small for both" in explained
@@ -705,8 +705,8 @@ def test_pin_against_splitting(ranks: Ranks) -> None:
 
 @cache
 def graph_of(subject: str) -> mw.Graph:
-    mine, _ = fresh(lambda: oracle.MODELS[subject](True))
-    return mw.capture(mine.model, mine.loss_fn, mine.batches[0])
+    parallel, _ = fresh(lambda: oracle.MODELS[subject](True))
+    return mw.capture(parallel.model, parallel.loss_fn, parallel.batches[0])
 
 
 def plan_of(subject: str, layout: mw.Layout) -> mw.Plan:

@@ -40,9 +40,9 @@ def _world() -> dist.ProcessGroup:
 
 def _connected(slots: int = 8) -> SharedMemory:
     store = _world().get_group_store()
-    found = SharedMemory.connect(store, "test", dist.get_rank(), 1 - dist.get_rank(), 60.0, slots)
-    assert found is not None
-    return found
+    lane = SharedMemory.connect(store, "test", dist.get_rank(), 1 - dist.get_rank(), 60.0, slots)
+    assert lane is not None
+    return lane
 
 
 def _messages(kind: str, slots: int) -> int:
@@ -56,8 +56,8 @@ def _messages(kind: str, slots: int) -> int:
             lane.expect(sent[number].numel(), sent[number])
         if (index := number - slots + 1) >= 0:
             wanted = sent[index]
-            came = lane.take(wanted.numel(), wanted.dtype, index)
-            assert torch.equal(came, wanted + (1 - dist.get_rank()) if wanted.dtype != torch.bool else wanted)
+            received = lane.take(wanted.numel(), wanted.dtype, index)
+            assert torch.equal(received, wanted + (1 - dist.get_rank()) if wanted.dtype != torch.bool else wanted)
             lane.release()
     lane.settle(len(sent) - 1)
     return len(sent)
@@ -71,8 +71,8 @@ def test_every_byte_arrives(ranks: Ranks, kind: str, slots: int) -> None:
 def _counters_wrap() -> bool:
     transport = _connected()
     transport._num_put = transport._num_taken = 2**32 - 5
-    mine, theirs = transport._own_segment, transport._peer_segment
-    for word in (mine.published, mine.consumed, theirs.published, theirs.consumed):
+    own, theirs = transport._own_segment, transport._peer_segment
+    for word in (own.published, own.consumed, theirs.published, theirs.consumed):
         word.value = 2**32 - 5
     dist.barrier()
     for step in range(20):
@@ -214,12 +214,12 @@ def _stream(kind: str, slots: int, sizes: tuple[int, ...]) -> bool:
         else LaneChannel(_connected(slots), progress, me)
     )
     into = [torch.empty(size, dtype=torch.int64) for size in sizes]
-    works = [channel.receive(one, "early") for one in into[: len(into) // 2]]
+    works = [channel.receive(buffer, "early") for buffer in into[: len(into) // 2]]
     leaving = [channel.send(torch.arange(size) + index + 100 * me) for index, size in enumerate(sizes)]
-    works += [channel.receive(one) for one in into[len(into) // 2 :]]
-    for index, (one, work) in enumerate(zip(into, works, strict=True)):
+    works += [channel.receive(buffer) for buffer in into[len(into) // 2 :]]
+    for index, (buffer, work) in enumerate(zip(into, works, strict=True)):
         work.wait()
-        assert torch.equal(one, torch.arange(len(one)) + index + 100 * (1 - me))
+        assert torch.equal(buffer, torch.arange(len(buffer)) + index + 100 * (1 - me))
     for sent in leaving:
         sent.wait()
     return True
@@ -235,37 +235,37 @@ def _between(kind: str, slots: int) -> list[int]:
     """Rank 1 waits for whichever neighbour sends first: rank 2, then rank 0, which sends once it has heard from 1. A
     message to rank 2 has no room in its lane, and is moved on meanwhile."""
     me, progress = dist.get_rank(), RankStreams()
-    found: dict[int, Channel] = {}
+    channels: dict[int, Channel] = {}
     for peer in sorted({0, 1, 2} - {me}, key=lambda peer: sorted((me, peer))):
         if kind == "point to point":
-            found[peer] = PointToPoint(_world(), peer, progress)
+            channels[peer] = PointToPoint(_world(), peer, progress)
         else:
             lane = SharedMemory.connect(_world().get_group_store(), "between", me, peer, 60.0, slots)
             assert lane is not None
-            found[peer] = LaneChannel(lane, progress, me)
+            channels[peer] = LaneChannel(lane, progress, me)
     number, large = torch.zeros(1, dtype=torch.int64), torch.arange(2 * MESSAGE_BYTES)
     if me == 1:
         heard = []
-        coming = {peer: found[peer].receive(torch.zeros_like(number)) for peer in (0, 2)}
-        leaving = [found[2].send(large)]
+        coming = {peer: channels[peer].receive(torch.zeros_like(number)) for peer in (0, 2)}
+        leaving = [channels[2].send(large)]
         while coming:
             wait_for_any([[arrival] for arrival in coming.values()])
             peer = next(peer for peer, arrival in coming.items() if arrival.has_come())
             coming.pop(peer).wait()
             heard.append(peer)
-            leaving.append(found[0].send(number))
+            leaving.append(channels[0].send(number))
         for work in leaving:
             work.wait()
         return heard
     if me == 0:
-        found[1].receive(number).wait()
+        channels[1].receive(number).wait()
     else:
         into = torch.zeros_like(large)
-        found[1].receive(into).wait()
+        channels[1].receive(into).wait()
         assert torch.equal(into, large)
-    found[1].send(number).wait()
+    channels[1].send(number).wait()
     if me == 0:
-        found[1].receive(number).wait()
+        channels[1].receive(number).wait()
     return []
 
 
@@ -300,9 +300,9 @@ def _channels(monkeypatch: pytest.MonkeyPatch, peers: list[int]) -> dict[int, La
     """Streams with room for two messages; a rank that waits for 10 s fails."""
     monkeypatch.setattr(stream, "SLOTS", 2)
     lanes = groups.channels(peers)
-    for one in lanes.values():
-        assert isinstance(one, LaneChannel)
-        one._lane.timeout_s = 10.0
+    for lane in lanes.values():
+        assert isinstance(lane, LaneChannel)
+        lane._lane.timeout_s = 10.0
     return lanes  # type: ignore[return-value]
 
 
@@ -395,8 +395,8 @@ def test_what_a_rank_waits_for_is_said(wait: Callable[[], object], awaited: str)
         raise dist.DistBackendError("connection closed")
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, found in {"is_initialized": True, "get_world_size": 2}.items():
-            patch.setattr(dist, name, lambda found=found: found)
+        for name, value in {"is_initialized": True, "get_world_size": 2}.items():
+            patch.setattr(dist, name, lambda value=value: value)
         patch.setattr(dist, "barrier", lose)
         patch.setattr(groups, "gather_everywhere", lose)
         patch.setattr(member, "culprit", lambda: Trouble("rank 1", "it has ended"))

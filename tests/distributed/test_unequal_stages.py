@@ -86,8 +86,8 @@ def train(name: str, layout: mw.Layout) -> LargestErrors:
     settings, key = (oracle.OPTIMIZERS["AdamW"], oracle.MAX_GRAD_NORM), ("unequal", name)
     with oracle.WiderCasts():
         expected = oracle.reference(serial, *settings, key=key)
-    found, trainer = oracle.in_parallel(parallel, layout, *settings, oracle.sharing_capture(key, widens=True))
-    return oracle.compared(before, expected, found, trainer)
+    run, trainer = oracle.in_parallel(parallel, layout, *settings, oracle.sharing_capture(key, widens=True))
+    return oracle.compared(before, expected, run, trainer)
 
 
 @pytest.mark.parametrize(
@@ -99,9 +99,9 @@ def test_unequal_stages_train_as_one_process(
     ranks: Ranks, name: str, stages: tuple[dict[str, int], ...], options: dict[str, Any]
 ) -> None:
     layout = layout_of(stages, options)
-    for found in ranks(layout.num_ranks, train, name, layout):
-        assert found.error <= oracle.TOLERANCE, found
-        assert found.moved > 1e-3, "the parameters were trained"
+    for errors in ranks(layout.num_ranks, train, name, layout):
+        assert errors.error <= oracle.TOLERANCE, errors
+        assert errors.moved > 1e-3, "the parameters were trained"
 
 
 def test_two_two_and_four_ranks_are_said_and_trained(ranks: Ranks) -> None:
@@ -112,9 +112,9 @@ def test_two_two_and_four_ranks_are_said_and_trained(ranks: Ranks) -> None:
     plan = mw.plan(graph, devices=8, layout=layout)
     assert [len(plan.mesh.stage_ranks(stage)) for stage in range(3)] == [2, 2, 4]
     assert "pp=3 of (dp=2 x tp=1), (dp=2 x tp=1), (dp=4 x tp=1), 8 ranks" in plan.explain()
-    for found in ranks(8, train, "GPT", layout):
-        assert found.error <= oracle.TOLERANCE, found
-        assert found.moved > 1e-3, "the parameters were trained"
+    for errors in ranks(8, train, "GPT", layout):
+        assert errors.error <= oracle.TOLERANCE, errors
+        assert errors.moved > 1e-3, "the parameters were trained"
 
 
 # --- found by a search -----------------------------------------------------------------------------------------------
@@ -156,8 +156,8 @@ def train_plan(text: bytes) -> LargestErrors:
     optimizer = oracle.OPTIMIZERS["AdamW"]
     expected = oracle.reference(serial, optimizer, oracle.MAX_GRAD_NORM)
     plan = decode(text, mw.Plan, where="plan of the test")
-    found, trainer = oracle.in_parallel(parallel, plan, optimizer, oracle.MAX_GRAD_NORM)
-    return oracle.compared(before, expected, found, trainer)
+    run, trainer = oracle.in_parallel(parallel, plan, optimizer, oracle.MAX_GRAD_NORM)
+    return oracle.compared(before, expected, run, trainer)
 
 
 @pytest.mark.usefixtures("without_workers")
@@ -166,9 +166,9 @@ def test_ranks_run_the_unequal_stages_that_a_search_finds_for_unlike_devices(ran
     graph = mw.capture(subject.model, subject.loss_fn, subject.batches[0])
     plan = mw.plan(graph, fast_and_slow(), devices=3)
     assert len({submesh.world_size for submesh in plan.mesh.stages}) == 2, plan.explain()
-    for found in ranks(3, train_plan, encode_json(plan)):
-        assert found.error <= oracle.TOLERANCE, found
-        assert found.moved > 1e-3
+    for errors in ranks(3, train_plan, encode_json(plan)):
+        assert errors.error <= oracle.TOLERANCE, errors
+        assert errors.moved > 1e-3
 
 
 # --- saved under one layout, continued under another -----------------------------------------------------------------
@@ -230,7 +230,7 @@ def test_a_checkpoint_of_unequal_stages_continues_under_another_layout(
 
 
 @pytest.mark.parametrize(
-    ("layout", "world", "told"),
+    ("layout", "world", "message"),
     [
         (
             mw.Layout(pp=2, stage_sizes=(ONE, {"dp": 2})), 4,
@@ -245,6 +245,6 @@ def test_a_checkpoint_of_unequal_stages_continues_under_another_layout(
     ],
     ids=lambda value: str(value)[:20],
 )  # fmt: skip
-def test_sizes_that_do_not_fit_are_refused(layout: mw.Layout, world: int, told: str) -> None:
-    with pytest.raises(LayoutError, match=told):
+def test_sizes_that_do_not_fit_are_refused(layout: mw.Layout, world: int, message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
         layout.resolved(world)

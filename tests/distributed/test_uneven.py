@@ -134,26 +134,26 @@ def train(name: str, batch: int, layout: mw.Layout) -> tuple[oracle.LargestError
     settings, key = (oracle.OPTIMIZERS["AdamW"], oracle.MAX_GRAD_NORM), ("uneven", name, batch)
     with oracle.WiderCasts():
         expected = oracle.reference(serial, *settings, key=key)
-    found, trainer = oracle.in_parallel(parallel, layout, *settings, oracle.sharing_capture(key, widens=True))
-    return oracle.compared(before, expected, found, trainer), cuts(trainer)
+    run, trainer = oracle.in_parallel(parallel, layout, *settings, oracle.sharing_capture(key, widens=True))
+    return oracle.compared(before, expected, run, trainer), cuts(trainer)
 
 
 def cuts(trainer: mw.Trainer) -> list[str]:
     """What is split unevenly, by the letters of the plan."""
-    graph, found = trainer.graph, []
+    graph, splits = trainer.graph, []
     for operator in graph.operators:
         for axis, choice in trainer.plan.strategies(graph)[operator.name].items():
             for letter in operator.rule.members(choice) if operator.rule and not choice.startswith("^") else ():
                 if operator.rule and operator.rule.sizes[letter] % trainer.plan.mesh.sizes.get(axis, 1):
-                    found.append(f"{operator.classes[letter]}@{axis}")
-    return sorted(set(found))
+                    splits.append(f"{operator.classes[letter]}@{axis}")
+    return sorted(set(splits))
 
 
 @pytest.mark.parametrize(
     ("model", "batch", "layout"), CASES, ids=[f"{model}, {batch}, {layout.mesh()}" for model, batch, layout in CASES]
 )
 def test_uneven_parts_train_as_in_one_process(ranks: Ranks, model: str, batch: int, layout: mw.Layout) -> None:
-    for found, uneven in ranks(layout.num_ranks, train, model, batch, layout):
-        assert found.error <= oracle.TOLERANCE, found
-        assert found.moved > 1e-3, "the parameters were trained"
+    for errors, uneven in ranks(layout.num_ranks, train, model, batch, layout):
+        assert errors.error <= oracle.TOLERANCE, errors
+        assert errors.moved > 1e-3, "the parameters were trained"
         assert uneven, "something was cut in parts that differ"

@@ -31,7 +31,7 @@ from tests.distributed.pool import Ranks
 EVERY = 4
 
 
-class Told(logging.Handler):
+class KeptLines(logging.Handler):
     """What was logged."""
 
     def __init__(self) -> None:
@@ -46,18 +46,18 @@ def run(group: AxisGroup, num: int, steps: int, patch: pytest.MonkeyPatch, chang
     """The switches, and what was logged, of so many steps with an all-reduce each; ``change`` is called after 8."""
     patch.setattr(watch, "EVERY", EVERY)
     patch.setattr(watch, "LEAST_S", 0.15)  # others use the machine too
-    told = Told()
-    watch.log.addHandler(told)
-    found: list[Amendment] = []
+    handler = KeptLines()
+    watch.log.addHandler(handler)
+    switches: list[Amendment] = []
     for step in range(1, steps + 1):
         value = torch.full((num,), float(group.index + 1))
         value = collectives.WAIT(collectives.ALL_REDUCE(value, "sum", group.name, group.algorithm))
         assert torch.equal(value, torch.full((num,), float(sum(range(1, group.size + 1)))))
-        found += look_at_links(step, {"dp": group})
+        switches += look_at_links(step, {"dp": group})
         if step == 8:
             change()
-    watch.log.removeHandler(told)
-    return found, told.lines
+    watch.log.removeHandler(handler)
+    return switches, handler.lines
 
 
 def slowed() -> tuple[list[Amendment], list[str], str]:
@@ -81,19 +81,19 @@ def slowed() -> tuple[list[Amendment], list[str], str]:
         patch.setattr(groups.member(ranks), "watch", looks)
         patch.setattr(groups.member(ranks), "has_links", True)
         patch.setattr(Collectives, "all_reduce", all_reduce)
-        found, told = run(group, 1000, 20, patch, change)
-        return found, told, looks.algorithm("ring", "all_reduce", 4000)
+        switches, lines = run(group, 1000, 20, patch, change)
+        return switches, lines, looks.algorithm("ring", "all_reduce", 4000)
 
 
 def test_all_ranks_switch_at_the_same_step(ranks: Ranks) -> None:
     each = ranks(4, slowed)
-    assert all(found == each[0][0] for found, _, _ in each)
+    assert all(switches == each[0][0] for switches, _, _ in each)
     (change,) = each[0][0]
     assert (change.step, change.operation, change.num_bytes) == (17, "all_reduce", 4000)
     assert (change.axis, change.ranks) == ("dp", (0, 1, 2, 3))
     assert change.algorithm != "ring"
     assert {name for _, _, name in each} == {change.algorithm}
-    assert [len(told) for _, told, _ in each] == [1, 0, 0, 0], "rank 0 says it"
+    assert [len(lines) for _, lines, _ in each] == [1, 0, 0, 0], "rank 0 says it"
     assert "axis dp: all_reduce of 4000 bytes took 3" in each[0][1][0]
     assert f"from step 17 on by {change.algorithm}" in each[0][1][0]
 
@@ -110,19 +110,19 @@ def narrowed(rate_bits_per_s: float) -> tuple[list[list[Amendment]], list[str]]:
         dist.barrier()
 
     with pytest.MonkeyPatch.context() as patch:
-        found, told = run(group, 2**17, 16, patch, change)
-    return from_every_rank(found), told
+        switches, lines = run(group, 2**17, 16, patch, change)
+    return from_every_rank(switches), lines
 
 
 @pytest.mark.usefixtures("networks")
 def test_a_link_that_becomes_slower_makes_ranks_go_along_levels(tmp_path: Path) -> None:
     """Two boxes of two, where a butterfly sends the whole vector of every rank over the link."""
-    each, told = run_in_boxes(narrowed, 2e7, boxes=(0, 0, 1, 1), rates_bits_per_s=(1e9, 1e9), directory=tmp_path)
-    assert all(found == each[0] for found in each)
+    each, lines = run_in_boxes(narrowed, 2e7, boxes=(0, 0, 1, 1), rates_bits_per_s=(1e9, 1e9), directory=tmp_path)
+    assert all(switches == each[0] for switches in each)
     (change,) = each[0]
     assert change.step == 17
     assert "@2x2" in change.algorithm
-    (line,) = told
+    (line,) = lines
     assert line.startswith("axis dp: all_reduce of 0.5 MiB took ")
     assert f"from step 17 on by {change.algorithm}" in line
     assert line.endswith("instead of butterfly")
@@ -161,15 +161,15 @@ def run_by(algorithm: str, directory: Path, begins: str, ends: int, slows: bool)
         patch.setattr(Watch, "look", all_slower if slows else lambda looks, step: ())
         patch.setattr(Watch, "_measured", lambda looks, key: {"ring": 2.0, "butterfly": 1.0})
 
-        def made(plan: mw.Layout | Plan) -> mw.Trainer:
+        def make_trainer(plan: mw.Layout | Plan) -> mw.Trainer:
             return mw.parallelize(
                 subject.model, subject.loss_fn, subject.batches[0], plan=plan,
                 optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
             )  # fmt: skip
 
-        plan = made(mw.Layout(dp=4)).plan
+        plan = make_trainer(mw.Layout(dp=4)).plan
         buckets = tuple(msgspec.structs.replace(bucket, algorithm=algorithm) for bucket in plan.buckets)
-        trainer = made(msgspec.structs.replace(plan, algorithms={"dp": algorithm}, buckets=buckets))
+        trainer = make_trainer(msgspec.structs.replace(plan, algorithms={"dp": algorithm}, buckets=buckets))
         if begins:
             trainer.load(directory / begins)
         losses, digests = {}, {}

@@ -35,9 +35,9 @@ def watchdog(folder: Path | None = None) -> Watchdog:
     member.attend(folder)
     world = dist.group.WORLD
     assert world is not None
-    found = member.member(world).watchdog
-    assert found is not None
-    return found
+    member_watchdog = member.member(world).watchdog
+    assert member_watchdog is not None
+    return member_watchdog
 
 
 def group_of(ranks: list[int], algorithm: str, seconds: float = 60.0) -> str:
@@ -97,10 +97,10 @@ def miss(algorithm: str) -> str:
 
 @pytest.mark.parametrize("algorithm", BACKENDS)
 def test_the_error_of_a_timeout_says_what_the_missing_rank_does(ranks: Ranks, algorithm: str) -> None:
-    told = ranks(2, miss, algorithm, timeout=60)[0]
-    assert "rank 1: it " in told, told
-    assert "the last that it did was #1 all_reduce of 5 x float32 (gradients of first)" in told
-    assert "for #2 all_reduce of 5 x float32 (gradients of second); rank 1 has not begun it" in told
+    message = ranks(2, miss, algorithm, timeout=60)[0]
+    assert "rank 1: it " in message, message
+    assert "the last that it did was #1 all_reduce of 5 x float32 (gradients of first)" in message
+    assert "for #2 all_reduce of 5 x float32 (gradients of second); rank 1 has not begun it" in message
 
 
 def compute_for_long(algorithm: str) -> tuple[str, ...]:
@@ -180,9 +180,9 @@ def test_a_killed_rank_is_named_and_its_record_stays(ranks: Ranks, algorithm: st
     with pytest.raises(RanksFailedError) as error:
         ranks(2, die, algorithm, tmp_path / "ranks", timeout=60)
     assert list(error.value.failures) == [1], error.value
-    found = api.explain_run(tmp_path)
-    assert found.ranks[1].condition == "ended"
-    assert [event.what for event in found.ranks[1].flight.events][-1] == "all_reduce of 5 x float32 (first)"
+    explanation = api.explain_run(tmp_path)
+    assert explanation.ranks[1].condition == "ended"
+    assert [event.what for event in explanation.ranks[1].flight.events][-1] == "all_reduce of 5 x float32 (first)"
 
 
 def cut(sockets_of: str) -> str:
@@ -208,11 +208,11 @@ def cut(sockets_of: str) -> str:
 def test_a_cut_connection_is_told_from_a_dead_rank(ranks: Ranks) -> None:
     ranks(2, dist.barrier)
     assert ranks._store is not None  # its connections stay
-    told = ranks(2, cut, str(ranks._store.port), timeout=60)[0]
-    assert "Connection closed by peer" in told, told
-    assert "rank 1: it " in told, told
-    assert "its process has ended" not in told, told
-    assert "for #2 all_reduce of 5 x float32 (second); rank 1 has not begun it" in told
+    message = ranks(2, cut, str(ranks._store.port), timeout=60)[0]
+    assert "Connection closed by peer" in message, message
+    assert "rank 1: it " in message, message
+    assert "its process has ended" not in message, message
+    assert "for #2 all_reduce of 5 x float32 (second); rank 1 has not begun it" in message
 
 
 def cut_the_link(folder: Path) -> tuple[str, ...]:
@@ -269,10 +269,10 @@ def call_in_another_order(algorithm: str) -> str:
 
 @pytest.mark.parametrize("algorithm", BACKENDS)
 def test_another_order_of_groups_is_named_long_before_a_timeout(ranks: Ranks, algorithm: str) -> None:
-    for rank, told in enumerate(ranks(2, call_in_another_order, algorithm, timeout=60)):
-        if "has given up because of it" not in told:
-            assert "they wait for each other in a circle: rank 0 waits for rank 1 in #1 all_reduce" in told, told
-            assert told.startswith("ranks 0 and 1: "), (rank, told)
+    for rank, message in enumerate(ranks(2, call_in_another_order, algorithm, timeout=60)):
+        if "has given up because of it" not in message:
+            assert "they wait for each other in a circle: rank 0 waits for rank 1 in #1 all_reduce" in message, message
+            assert message.startswith("ranks 0 and 1: "), (rank, message)
 
 
 def call_something_else(kind: str, folder: Path | None = None) -> str:
@@ -306,16 +306,16 @@ def call_something_else(kind: str, folder: Path | None = None) -> str:
     [("operation", "all_gather of 14 x float32"), ("shape", "all_reduce of 3 x float32 (second)")],
 )
 def test_ranks_that_differ_are_named_where_gloo_would_wait(ranks: Ranks, kind: str, theirs: str) -> None:
-    for told in ranks(2, call_something_else, kind, timeout=60):
-        assert told.startswith(f"rank 1: it is in #2 {theirs}, where rank 0 is in #2 all_reduce of 2 x float32"), told
+    for text in ranks(2, call_something_else, kind, timeout=60):
+        assert text.startswith(f"rank 1: it is in #2 {theirs}, where rank 0 is in #2 all_reduce of 2 x float32"), text
 
 
 def survive_another_order(folder: Path) -> None:
     """Gloo ends rank 0, which receives more than it expects."""
-    told = call_something_else("order", folder)
-    assert told.startswith("rank 0: "), told
-    assert "#2 all_reduce of 2 x float32 (second)" in told
-    assert "#2 all_reduce of 300000 x float32 (third)" in told
+    message = call_something_else("order", folder)
+    assert message.startswith("rank 0: "), message
+    assert "#2 all_reduce of 2 x float32 (second)" in message
+    assert "#2 all_reduce of 300000 x float32 (third)" in message
 
 
 def test_ranks_that_differ_are_named_where_gloo_ends_one_of_them(ranks: Ranks, tmp_path: Path) -> None:
@@ -341,9 +341,9 @@ def wait_for_a_message(lanes: str) -> str:
 
 @pytest.mark.parametrize("lanes", ["shared memory", "gloo"])
 def test_ranks_that_wait_for_each_others_messages_are_named(ranks: Ranks, lanes: str) -> None:
-    for told in ranks(2, wait_for_a_message, lanes, timeout=60):
-        assert told.startswith("ranks 0 and 1: they wait for each other in a circle"), told
-        assert "message of 4 x float32 from rank 1 to rank 0 (stage 1, micro-batch 0, 1RECV_F0)" in told
+    for message in ranks(2, wait_for_a_message, lanes, timeout=60):
+        assert message.startswith("ranks 0 and 1: they wait for each other in a circle"), message
+        assert "message of 4 x float32 from rank 1 to rank 0 (stage 1, micro-batch 0, 1RECV_F0)" in message
 
 
 def in_boxes_of_their_own() -> str:
@@ -355,5 +355,5 @@ def in_boxes_of_their_own() -> str:
 
 
 def test_ranks_of_other_boxes_are_asked(ranks: Ranks) -> None:
-    for told in ranks(2, in_boxes_of_their_own, timeout=60):
-        assert "they wait for each other in a circle" in told, told
+    for message in ranks(2, in_boxes_of_their_own, timeout=60):
+        assert "they wait for each other in a circle" in message, message

@@ -80,7 +80,7 @@ def read_slices(folder: str, name: str, layout: mw.Layout) -> tuple[bool, int, i
     held = sum(value.nbytes for value in trainer.parameters.own.values())
     whole = trainer.full_state_dict(all_ranks=True)
     expected = {key: value for key, value in MAKES[name]().state_dict().items() if key in whole}
-    return equal(whole, expected), sum(one.num_bytes for one in read), held, trainer.evaluate({"ids": IDS}).item()
+    return equal(whole, expected), sum(source.num_bytes for source in read), held, trainer.evaluate({"ids": IDS}).item()
 
 
 @pytest.mark.parametrize(("name", "layout"), [("llama", mw.Layout(tp=2)), ("llama, tied", mw.Layout(dp=2, zero=3))])
@@ -133,8 +133,8 @@ def test_from_pretrained_loads_what_ranks_write(ranks: Ranks, tmp_path: Path, na
 def test_bfloat16_goes_out_and_comes_in(tmp_path: Path) -> None:
     trainer = trainer_of(llama())
     trainer.save_pretrained(tmp_path / "hf", dtype=torch.bfloat16)
-    found = load_file(tmp_path / "hf" / "model.safetensors")
-    assert {value.dtype for value in found.values()} == {torch.bfloat16}
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    assert {value.dtype for value in tensors.values()} == {torch.bfloat16}
     again = trainer_of(on_meta("llama"), weights=tmp_path / "hf")
     expected = {name: value.bfloat16().float() for name, value in state(llama()).items()}
     assert equal(again.full_state_dict(), expected)

@@ -14,7 +14,7 @@ def test_the_filter_exchanges_rows(ranks: Ranks) -> None:
 @pytest.mark.parametrize(("what", "split"), [("batch", "batch@dp"), ("class", "v@tp")])
 def test_the_regression_is_split(ranks: Ranks, what: str, split: str) -> None:
     alone = worked_models._trained(Layout(), steps=3)
-    found = ranks(2, worked_models._trained, worked_models.SPLITS[what], 3)[0]
-    assert found.losses == pytest.approx(alone.losses, rel=1e-9)
-    assert found.split == split
-    assert found.losses[2] < found.losses[0]
+    result = ranks(2, worked_models._trained, worked_models.SPLITS[what], 3)[0]
+    assert result.losses == pytest.approx(alone.losses, rel=1e-9)
+    assert result.split == split
+    assert result.losses[2] < result.losses[0]

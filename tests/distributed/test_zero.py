@@ -91,8 +91,8 @@ def compare(case: Case) -> tuple[list[float], LargestErrors | None, int]:
     widens = case.model.startswith("HF")
     parallelize = oracle.sharing_capture(("pipelines", case.model), widens=widens)
     subject = pipelines.subject_of(case.model, "ragged")
-    found, trainer = oracle.in_parallel(subject, case.layout, *settings, parallelize)
-    losses = [float(one) for one in found.losses]
+    run, trainer = oracle.in_parallel(subject, case.layout, *settings, parallelize)
+    losses = [float(loss) for loss in run.losses]
     if trainer.rank != 0:
         return losses, None, 0
     serial = pipelines.subject_of(case.model, "ragged")
@@ -102,18 +102,18 @@ def compare(case: Case) -> tuple[list[float], LargestErrors | None, int]:
             expected = pipelines.in_microbatches(serial, *settings, case.layout)
         else:
             expected = oracle.in_one_process(serial, *settings)
-    return losses, oracle.compared(before, expected, found, trainer), len(list(trainer.parameters))
+    return losses, oracle.compared(before, expected, run, trainer), len(list(trainer.parameters))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_zero_equals_one_process(ranks: Ranks, case: Case) -> None:
     results = ranks(case.layout.num_ranks, compare, case)
-    losses, found, held = results[0]
-    assert found is not None
-    assert found.error <= oracle.TOLERANCE, found
+    losses, errors, held = results[0]
+    assert errors is not None
+    assert errors.error <= oracle.TOLERANCE, errors
     assert all(seen == losses for seen, _, _ in results), "every rank reports the same loss"
-    assert found.moved > 1e-3, "the parameters were trained"
-    assert found.num_split == held, "nothing is whole on a rank"
+    assert errors.moved > 1e-3, "the parameters were trained"
+    assert errors.num_split == held, "nothing is whole on a rank"
 
 
 # --- sizes that do not divide, and checkpoints -----------------------------------------------------------------------
@@ -197,7 +197,7 @@ def edited() -> list[float]:
     stage = msgspec.structs.replace(
         plan.stage,
         storage={**plan.stage.storage, first: {}},
-        gradients={name: one for name, one in plan.stage.gradients.items() if name != first},
+        gradients={name: placements for name, placements in plan.stage.gradients.items() if name != first},
         released=(second, fourth),
     )
     gathers = [msgspec.structs.replace(plan.gathers[0], parameters=names) for names in ((third,), (fourth,))]
@@ -211,7 +211,7 @@ def edited() -> list[float]:
     expected = oracle.in_one_process(serial, OPTIMIZERS["SGD"])
     with torch.no_grad():
         evaluated, _ = serial.loss_fn(serial.model.eval(), serial.batches[0])
-    errors = [abs(one - float(other)) for one, other in zip(losses, expected.losses, strict=True)]
+    errors = [abs(step_loss - float(other)) for step_loss, other in zip(losses, expected.losses, strict=True)]
     state = oracle.largest_error(trainer.full_state_dict(all_ranks=True), expected.state)
     return [*errors, abs(loss - float(evaluated)), state]
 
@@ -258,8 +258,8 @@ def without_parameters_in_it(layouts: list[str]) -> list[float]:
     expected = oracle.in_one_process(serial, OPTIMIZERS["SGD"]).state
     errors = []
     for layout in layouts:
-        found, _ = oracle.in_parallel(linear(), ODD[layout], OPTIMIZERS["SGD"])
-        errors.append(oracle.largest_error(found.state, expected) if found.state else 0.0)
+        run, _ = oracle.in_parallel(linear(), ODD[layout], OPTIMIZERS["SGD"])
+        errors.append(oracle.largest_error(run.state, expected) if run.state else 0.0)
     return errors
 
 

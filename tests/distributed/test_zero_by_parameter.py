@@ -48,8 +48,8 @@ def planned(graph: Graph, layout: mw.Layout, share: float) -> tuple[bytes, set[i
     _, free = solved(1e15)
     problem = free.formulated.problem
     spare = float(np.min(problem.limits[:-1] - problem.memory(free.solution.choices)[:-1]))
-    plan, found = solved(share * (1e15 - spare / layout.pp))  # the limit is of the mean rank
-    return encode_json(plan), {found.zero.get(name, 0) for name in found.storage}
+    plan, assignment = solved(share * (1e15 - spare / layout.pp))  # the limit is of the mean rank
+    return encode_json(plan), {assignment.zero.get(name, 0) for name in assignment.storage}
 
 
 def compare(name: str) -> tuple[set[int], oracle.LargestErrors | None]:
@@ -59,21 +59,21 @@ def compare(name: str) -> tuple[set[int], oracle.LargestErrors | None]:
     graph = oracle.captured(key, subject, widens=True).graph
     text, stages = from_rank_0(lambda: planned(graph, layout, share))
     plan = decode(text, mw.Plan, where="plan of rank 0")
-    found, trainer = oracle.in_parallel(subject, plan, *settings, oracle.sharing_capture(key, widens=True))
+    run, trainer = oracle.in_parallel(subject, plan, *settings, oracle.sharing_capture(key, widens=True))
     if trainer.rank != 0:
         return stages, None
     serial = subject_of(layout)
     before: dict[str, Any] = {key: value.clone() for key, value in serial.model.state_dict().items()}
     with oracle.WiderCasts():
         expected = oracle.in_one_process(serial, *settings)
-    return stages, oracle.compared(before, expected, found, trainer)
+    return stages, oracle.compared(before, expected, run, trainer)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_mixture_of_stages_equals_one_process(ranks: Ranks, name: str) -> None:
     results = ranks(CASES[name][0].num_ranks, compare, name)
-    stages, found = results[0]
+    stages, errors = results[0]
     assert len(stages) > 1, "parameters differ in their stages"
-    assert found is not None
-    assert found.error <= oracle.TOLERANCE, found
-    assert found.moved > 1e-3, "the parameters were trained"
+    assert errors is not None
+    assert errors.error <= oracle.TOLERANCE, errors
+    assert errors.moved > 1e-3, "the parameters were trained"

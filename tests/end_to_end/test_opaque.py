@@ -17,7 +17,7 @@ from meshwright.errors import CaptureError, LayoutError, RuleError
 from meshwright.ir.graph import Graph
 from meshwright.ir.opaque import TARGETS, MeasuredCost, call_of
 from tests.distributed import opaque_models
-from tests.distributed.opaque_models import PARTS, Clipped, Halving, Model, OwnFunction, batch, loss_fn, made
+from tests.distributed.opaque_models import PARTS, Clipped, Halving, Model, OwnFunction, batch, loss_fn, make_part
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -42,7 +42,7 @@ def test_the_error_names_the_module_and_the_way_out(name: str) -> None:
     with pytest.raises(
         CaptureError, match=r"(?s)module part.*opaque_models\.py:\d+.*mw\.opaque\(model\.part(\.inner)?\)"
     ):
-        mw.capture(made(name), loss_fn, batch())
+        mw.capture(make_part(name), loss_fn, batch())
 
 
 def test_the_way_out_is_written_as_python_writes_it() -> None:
@@ -105,7 +105,7 @@ def test_arguments_of_opaque() -> None:
     with pytest.raises(CaptureError, match=r"batch_dim=-1"):
         mw.opaque(Halving(), batch_dim=-1)
     with pytest.raises(CaptureError, match=r"opaque='all'.*\n.*'auto'"):
-        mw.capture(made("loop"), loss_fn, batch(), opaque="all")  # type: ignore[arg-type]
+        mw.capture(make_part("loop"), loss_fn, batch(), opaque="all")  # type: ignore[arg-type]
 
 
 def test_models_without_values_need_the_shapes_of_results() -> None:
@@ -121,14 +121,14 @@ def test_models_without_values_need_the_shapes_of_results() -> None:
 
 
 def test_micro_batches_cannot_be_cut_out_of_a_whole_batch() -> None:
-    graph = mw.capture(made("loop"), loss_fn, batch(), opaque="auto")
+    graph = mw.capture(make_part("loop"), loss_fn, batch(), opaque="auto")
     with pytest.raises(LayoutError, match=r"(?s)part:opaque#0.*2 micro-batches.*compute each sample by itself"):
         mw.plan(graph, layout=mw.Layout(microbatches=2))
 
 
 def test_strict_refuses_what_no_rank_can_split() -> None:
     with pytest.raises(RuleError, match="opaque region, not split by samples: result 0 of samples"):
-        mw.parallelize(made("loop"), loss_fn, batch(), plan=mw.Layout(), strict=True, opaque="auto")
+        mw.parallelize(make_part("loop"), loss_fn, batch(), plan=mw.Layout(), strict=True, opaque="auto")
 
 
 # --- auto -------------------------------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ def test_shapes_that_depend_on_values_are_refused() -> None:
 
 
 def test_frozen_parameters_of_a_region_are_not_trained() -> None:
-    models = [made("item") for _ in range(2)]
+    models = [make_part("item") for _ in range(2)]
     for model in models:
         model.part.layer.bias.requires_grad_(False)  # type: ignore[union-attr]
     trainer = mw.parallelize(models[0], loss_fn, batch(), plan=mw.Layout(), optimizer=sgd, opaque="auto")
@@ -251,8 +251,8 @@ def test_frozen_parameters_of_a_region_are_not_trained() -> None:
 @pytest.mark.parametrize("name", ["function", "item"])
 def test_low_precision(name: str) -> None:
     layout = mw.Layout(precision="bfloat16")
-    trainer = mw.parallelize(made(name), loss_fn, batch(), plan=layout, optimizer=sgd, opaque="auto")
-    assert float(trainer.step(batch())) == pytest.approx(loss_fn(made(name), batch()).item(), rel=0.02)
+    trainer = mw.parallelize(make_part(name), loss_fn, batch(), plan=layout, optimizer=sgd, opaque="auto")
+    assert float(trainer.step(batch())) == pytest.approx(loss_fn(make_part(name), batch()).item(), rel=0.02)
 
 
 # --- prices -----------------------------------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ def test_a_cost_for_parts_of_the_batch_is_on_the_line_through_both_measurements(
 
 
 def test_the_plan_says_what_a_region_costs() -> None:
-    graph = mw.capture(made("loop"), loss_fn, batch(), opaque="auto")
+    graph = mw.capture(make_part("loop"), loss_fn, batch(), opaque="auto")
     (note,) = [note for note in mw.plan(graph, layout=mw.Layout(dp=2)).notes if note.module == "part"]
     assert note.split == "whole on each rank"
     words = (
@@ -274,7 +274,7 @@ def test_the_plan_says_what_a_region_costs() -> None:
         r"split by samples over 2 ranks, the step would take [\d.]+ ms less"
     )
     assert re.fullmatch(words, note.reason), note.reason
-    graph = mw.capture(made("twice"), loss_fn, batch(), opaque="auto")
+    graph = mw.capture(make_part("twice"), loss_fn, batch(), opaque="auto")
     (note,) = [note for note in mw.plan(graph, layout=mw.Layout(dp=2)).notes if note.module == "part"]
     assert note.split == "batch@dp"
     assert re.fullmatch(r"opaque region, 2 times, takes [\d.]+ ms, \d+% of the step", note.reason), note.reason
@@ -283,7 +283,7 @@ def test_the_plan_says_what_a_region_costs() -> None:
 
 
 def test_a_region_is_measured_once_per_machine() -> None:
-    graphs = [mw.capture(made("function"), loss_fn, batch(), opaque="auto") for _ in range(2)]
+    graphs = [mw.capture(make_part("function"), loss_fn, batch(), opaque="auto") for _ in range(2)]
     calls = [[call_of(op.arguments) for op in graph.operators if op.target in TARGETS] for graph in graphs]
     assert calls[0] == calls[1]
     assert all(call.cost is not None and call.cost.forward.whole_s > 0 for call in calls[0])
@@ -294,7 +294,7 @@ def test_a_region_is_measured_once_per_machine() -> None:
 
 
 def test_a_dry_run_says_what_it_did_not_check() -> None:
-    report = mw.dry_run(made("item"), loss_fn, batch(), mw.Layout(dp=2), opaque="auto")
+    report = mw.dry_run(make_part("item"), loss_fn, batch(), mw.Layout(dp=2), opaque="auto")
     assert report.unchecked == ("part",)
     assert report.clean
 
@@ -314,7 +314,7 @@ batch_size = 8
 
 
 def for_run() -> nn.Module:
-    return made("loop")
+    return make_part("loop")
 
 
 @pytest.mark.parametrize("name", ["part", "auto"])

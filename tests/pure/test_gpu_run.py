@@ -82,7 +82,7 @@ def test_results_name_the_device_and_pass_the_lint(tmp_path: Path) -> None:
     notes = Notebook(scratch / f"{part.name}.jsonl")
     device = Machine(cpu="a", cores=2, accelerators=("NVIDIA H100 80GB HBM3",), system="Linux")
     notes.add(Line(machine=device, versions={"torch": "2", "python": "3"}))
-    notes.found(broken("a claim", "it did not hold"))
+    notes.add_finding(broken("a claim", "it did not hold"))
     results = Results(tmp_path, scratch, "0123456789ab", rehearsed=False)
     results.take(part, "stopped after 30 s", 30.0)
     results.write()
