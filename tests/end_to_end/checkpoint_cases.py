@@ -67,11 +67,11 @@ def a_checkpoint(directory: Path) -> Path:
 
 
 def data_of(path: Path) -> Path:
-    (found,) = path.glob("data-*")
-    return found
+    (directory,) = path.glob("data-*")
+    return directory
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+def log_messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Our own messages (torch logs its progress too)."""
     return [record.getMessage() for record in caplog.records if record.name == "meshwright"]
 

@@ -50,7 +50,7 @@ def split_of(output: str, module: str) -> str:
 def reached(output: str, what: str) -> tuple[float, float]:
     """The quality that an application says it reached, and that of its trivial or untrained baseline."""
     number = r"(-?[\d.e+-]+)"
-    found = re.findall(rf"^{re.escape(what)}: {number}[^(]*\(goal: at .*; .*: {number}\)$", output, re.MULTILINE)
-    assert len(found) == 1, f"{what!r} stands {len(found)} times in\n{output}"
-    quality, baseline = found[0]
+    matches = re.findall(rf"^{re.escape(what)}: {number}[^(]*\(goal: at .*; .*: {number}\)$", output, re.MULTILINE)
+    assert len(matches) == 1, f"{what!r} stands {len(matches)} times in\n{output}"
+    quality, baseline = matches[0]
     return float(quality), float(baseline)

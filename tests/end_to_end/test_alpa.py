@@ -31,16 +31,16 @@ SPARSE = AlpaPair("moe", "tiny", Sizes(2, 64, 4, 4), 2, (1.0, 1.0, 1.0, 1.0), ba
 
 
 def test_every_planner_of_a_pair_finds_a_plan_in_its_space() -> None:
-    said: list[str] = []
-    result = planned_pair(SPARSE, said.append)
+    messages: list[str] = []
+    result = planned_pair(SPARSE, messages.append)
     layouts = {kind: result.results[kind].layout for kind in KINDS}
-    assert all(found.step_s > 0 for found in result.results.values()), result.results
+    assert all(planner_result.step_s > 0 for planner_result in result.results.values()), result.results
     assert all("recompute full" in layout for layout in layouts.values()), layouts
     assert "pp" not in layouts["intra"]
     assert layouts["inter"].startswith("pp2, ")
     assert "1f1b" in layouts["inter"]
     assert result.joint_ratio >= 0.98
-    assert any(SPARSE.title in what for what in said)
+    assert any(SPARSE.title in message for message in messages)
 
 
 @pytest.mark.parametrize(
@@ -59,13 +59,13 @@ def test_the_result_file_judges_errors_winners_and_the_joint_plan(
 
     def predicted(pair: AlpaPair) -> Compared:
         each = pair.flops / pair.devices / 1e12
-        found = {
+        results = {
             kind: PlannerResult(layout="dp1", step_s=each / rate / factor)
             if rate
             else PlannerResult(problem="too large")
             for kind, rate, factor in zip(KINDS, pair.published, factors, strict=True)
         }
-        return Compared(pair, found)
+        return Compared(pair, results)
 
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     monkeypatch.setattr(report, "COMMIT", "0123456789ab")
@@ -177,8 +177,8 @@ def test_a_search_in_another_space_shares_prices_and_finds_what_a_new_one_finds(
 def test_the_command_compares_the_pairs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(alpa, "PAIRS", (TINY,))
     assert cli(["recompute", "alpa-gpt", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    pair, error, winners, joint, memory = told["lines"]
+    output = json.loads(capsys.readouterr().out)
+    pair, error, winners, joint, memory = output["lines"]
     assert pair["claim"] == "GPT tiny on 2 V100: manual = intra = inter = both fastest"
     assert pair["why"].count("1f1b") >= pair["why"].count("pp2") > 0
     assert (error["verdict"], winners["ours"], joint["verdict"]) == ("claim wrong", "1 of 1", "agrees")

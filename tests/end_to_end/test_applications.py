@@ -60,18 +60,18 @@ def member() -> str:
 
 def test_an_ensemble_of_two_ranks_forecasts_better_than_a_member(tmp_path: Path) -> None:
     output = run_replicas(member, num_replicas=2, num_ranks=1, directory=tmp_path, restarts=0)
-    together, one = reached(output, "log score of the ensemble")
-    again, climate = reached(output, "log score of one member")
-    assert climate < one < together
-    assert again == one
+    ensemble_score, member_score = reached(output, "log score of the ensemble")
+    same_score, climate_score = reached(output, "log score of one member")
+    assert climate_score < member_score < ensemble_score
+    assert same_score == member_score
 
 
 def test_one_rank_trains_all_members(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     output = run_here(
         monkeypatch, capsys, "forecast_ensemble.py", "--steps", "150", "--samples", "1000", "--goal", "-2"
     )
-    together, one = reached(output, "log score of the ensemble")
-    assert one < together
+    ensemble_score, member_score = reached(output, "log score of the ensemble")
+    assert member_score < ensemble_score
 
 
 # --- what is missing or wrong -----------------------------------------------------------------------------------------
@@ -104,8 +104,8 @@ def test_missing_sources_of_the_library_are_named(
 
 def test_one_rank_is_told_how_to_start_two(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     output = run_here(monkeypatch, capsys, "exclusive_or.py")
-    said = f"one rank: nothing is split; on two: torchrun --nproc-per-node 2 {EXAMPLES / 'exclusive_or.py'}"
-    assert output.splitlines()[0] == said
+    hint = f"one rank: nothing is split; on two: torchrun --nproc-per-node 2 {EXAMPLES / 'exclusive_or.py'}"
+    assert output.splitlines()[0] == hint
 
 
 def test_a_number_of_ranks_without_a_layout_is_refused(

@@ -73,10 +73,10 @@ def test_layout_of_wrong_types(fields: dict[str, Any], message: str) -> None:
 
 
 def refused_by_factory(optimizer: Any) -> tuple[str, bool]:
-    mine = model()
+    module = model()
     with pytest.raises(OptimizerError) as caught:
-        parallelize(model=mine, plan=mw.Layout(tp=2), optimizer=optimizer)
-    return str(caught.value), any(value.is_meta for value in mine.parameters())
+        parallelize(model=module, plan=mw.Layout(tp=2), optimizer=optimizer)
+    return str(caught.value), any(value.is_meta for value in module.parameters())
 
 
 def test_refused_optimizer_leaves_the_model_whole(ranks: Ranks) -> None:
@@ -91,13 +91,13 @@ class Whitening(torch.optim.SGD):
 
 
 def warnings_of(optimizer: Any) -> list[str]:
-    found: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("meshwright").addHandler(handler)
     parallelize(plan=mw.Layout(tp=2), optimizer=optimizer)
     logging.getLogger("meshwright").removeHandler(handler)
-    return found
+    return messages
 
 
 def test_unknown_optimizer_over_split_parameters_is_warned_of(ranks: Ranks) -> None:

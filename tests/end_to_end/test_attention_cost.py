@@ -36,7 +36,7 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, target: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = target(*args, **(kwargs or {}))
         self.fused |= "flash" in str(target)
-        if not any(one.alias_info and not one.alias_info.is_write for one in target._schema.returns):  # no view
+        if not any(value.alias_info and not value.alias_info.is_write for value in target._schema.returns):  # no view
             tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
             # logsumexp is four kernels: maximum, difference, exponential, sum
             times = 6 if "logsumexp" in str(target) else 1
@@ -85,8 +85,8 @@ def test_only_attention_without_a_fused_kernel_holds_its_scores(microbatches: in
     plan = plan_layout(graph, layout, world_size=2, cluster=gpu)
     programs = PlanLowering(graph)(plan)
     for cluster in (gpu, cpu):
-        found = step_work(programs, plan, cluster).stages[0].workspace_bytes
-        assert found >= 3.5 * scores if dropout else found < 2 * scores
+        workspace_bytes = step_work(programs, plan, cluster).stages[0].workspace_bytes
+        assert workspace_bytes >= 3.5 * scores if dropout else workspace_bytes < 2 * scores
     kernels = [kernel for phase in programs[0].phases for node in phase.nodes for kernel in node.kernels]
     products = [kernel for kernel in kernels if kernel.kind == "matmul"]
     assert len(products) > 8
@@ -146,10 +146,10 @@ def test_times_follow_the_visible_part_and_the_speed_of_an_algorithm() -> None:
 
     def kernel(causal: bool, window: int = 0, algorithm: str = "", key: Tensor = query) -> Any:
         settings = (0.0, causal, 0.1, 0, 0, window, 0, algorithm)
-        (found,) = Counter({}).kernels(
+        (attention_kernel,) = Counter({}).kernels(
             Call(ours.attention.default, (query, key, key, None, *settings), {}, (query, statistics))
         )
-        return found
+        return attention_kernel
 
     def seconds(*given: Any) -> float:
         return rates.cost(kernel(*given)).seconds

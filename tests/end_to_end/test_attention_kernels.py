@@ -39,7 +39,7 @@ def mask_of(band: Band) -> Tensor:
 def serial(parts: Sequence[Tensor], mask: Tensor, grad: Tensor) -> list[Tensor]:
     """Output, gradients and log-sum-exp of attention with repeated keys and a mask, in the plainest way."""
     query, key, value = parts
-    leaves = [one.clone().requires_grad_() for one in (query, key, value)]
+    leaves = [part.clone().requires_grad_() for part in (query, key, value)]
     shared = query.shape[1] // key.shape[1]
     keys, values = (leaf.repeat_interleave(shared, 1) for leaf in leaves[1:])
     scores = leaves[0] @ keys.transpose(-2, -1) * 0.3
@@ -54,9 +54,9 @@ def serial(parts: Sequence[Tensor], mask: Tensor, grad: Tensor) -> list[Tensor]:
     return [output.detach(), *torch.autograd.grad(output, leaves, grad), logsumexp.detach()]
 
 
-def compare(found: list[Tensor], expected: list[Tensor]) -> None:
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=TOLERANCE, atol=TOLERANCE)
+def compare(results: list[Tensor], expected: list[Tensor]) -> None:
+    for result, other in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, other, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @st.composite
@@ -149,7 +149,7 @@ class Stand:
         dropout: float, causal: bool, debug: bool, *, scale: float, window_size_left: int | None = None,
         window_size_right: int | None = None,
     ) -> Any:  # fmt: skip
-        parts = [one.transpose(1, 2) for one in (query, key, value)]
+        parts = [operand.transpose(1, 2) for operand in (query, key, value)]
         assert (max_q, max_k) == (query.shape[1], key.shape[1])
         seen = flash_band(max_q, max_k, causal, window_size_left, window_size_right)
         output, *_, logsumexp = serial(parts, seen, torch.zeros_like(parts[0]))
@@ -160,10 +160,10 @@ class Stand:
         cum_k: None, max_q: int, max_k: int, dropout: float, causal: bool, seed: Tensor, unused: Tensor, *,
         scale: float, window_size_left: int | None = None, window_size_right: int | None = None,
     ) -> Any:  # fmt: skip
-        grad, *parts = (one.transpose(1, 2) for one in (grad, query, key, value))
+        grad, *parts = (operand.transpose(1, 2) for operand in (grad, query, key, value))
         seen = flash_band(max_q, max_k, causal, window_size_left, window_size_right)
         assert logsumexp.is_contiguous()
-        return tuple(one.transpose(1, 2) for one in serial(parts, seen, grad)[1:4])
+        return tuple(gradient.transpose(1, 2) for gradient in serial(parts, seen, grad)[1:4])
 
     @staticmethod
     def _seen(query: Tensor, key: Tensor, terms: Tensor | None, causal: bool) -> Tensor:
@@ -233,9 +233,9 @@ FUNCTIONS = {
 @pytest.fixture
 def stand(monkeypatch: pytest.MonkeyPatch) -> Stand:
     """Kernels of GPUs on a CPU."""
-    found = Stand()
-    monkeypatch.setattr(fused, "aten", found)
-    return found
+    stand_in = Stand()
+    monkeypatch.setattr(fused, "aten", stand_in)
+    return stand_in
 
 
 @pytest.mark.parametrize("algorithm", FUNCTIONS)

@@ -79,17 +79,17 @@ def layouts_of(batch_size: int, world_size: int, axes: candidates.Axes) -> Itera
 @cache
 def every_layout(world_size: int, size: int = 4) -> dict[str, tuple[float, int]]:
     """Simulated seconds and peak bytes of everything, with every kind of recomputation."""
-    graph, found = gpt(size), {}
+    graph, costs = gpt(size), {}
     layouts = layouts_of(graph.batch_size, world_size, candidates.axes_of(graph))
     for layout, recompute in itertools.product(layouts, RECOMPUTE):
         try:
-            one = msgspec.structs.replace(layout, recompute=recompute)
-            plan = oracle.plan_of(graph, one, world_size, CLUSTER)
+            candidate = msgspec.structs.replace(layout, recompute=recompute)
+            plan = oracle.plan_of(graph, candidate, world_size, CLUSTER)
         except MeshwrightError:
             continue
         one_step = foretell(PlanLowering(graph), plan, CLUSTER)
-        found[layout_text(one)] = (one_step.played.step_s, one_step.peak.peak_bytes)
-    return found
+        costs[layout_text(candidate)] = (one_step.played.step_s, one_step.peak.peak_bytes)
+    return costs
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_ranks_share_by_zero_where_memory_demands_it(microbatches: int) -> None:
         for zero, recompute in itertools.product(ZERO_STAGES, RECOMPUTE)
     ]
     plain, shared = every[0].peak_bytes, 0
-    for limit in sorted({one.peak_bytes for one in every if one.peak_bytes < plain}):
+    for limit in sorted({option.peak_bytes for option in every if option.peak_bytes < plain}):
         lighter = search(limit).lighter
         sketches = lighter.first_sketches(lighter.pipelines.option(layout, RECOMPUTE[:1]))
         while (more := lighter.next_sketch(sketches[-1])) is not None:
@@ -145,10 +145,10 @@ def test_ranks_share_by_zero_where_memory_demands_it(microbatches: int) -> None:
         shared += bool(best.layout.zero)
         assert best.peak_bytes <= limit
         least_again = {  # what is computed again costs time, so that less of it is enough
-            zero: next(one for one in every if one.layout.zero == zero and one.peak_bytes <= limit)
-            for zero in {one.layout.zero for one in every if one.peak_bytes <= limit}
+            zero: next(option for option in every if option.layout.zero == zero and option.peak_bytes <= limit)
+            for zero in {option.layout.zero for option in every if option.peak_bytes <= limit}
         }
-        assert best.step_s <= (1 + ALIKE) * min(one.step_s for one in least_again.values())
+        assert best.step_s <= (1 + ALIKE) * min(option.step_s for option in least_again.values())
     assert shared
 
 
@@ -349,7 +349,7 @@ def test_what_a_model_has_decides_which_axes_are_weighed() -> None:
     assert moe.experts == 4
 
     def asked(axes: candidates.Axes) -> set[str]:
-        return {layout_text(one) for one in layouts_of(8, 4, axes)}
+        return {layout_text(layout) for layout in layouts_of(8, 4, axes)}
 
     assert not {text for text in asked(candidates.Axes()) if "cp" in text or "ep" in text or "sequence" in text}
     assert {"cp4", "cp4, ring attention", "dp2 x cp2", "dp2 x tp2, sequence parallel"} <= asked(axes)
@@ -417,7 +417,12 @@ def test_no_layout_by_hand_is_faster(head: str, cluster: mw.Cluster, devices: in
         ),
         (lambda parameters: optim.LAMB(parameters), cost.LAMB),
         (lambda parameters: optim.LARC(parameters), cost.LARS),
-        (lambda parameters: torch.optim.SGD([{"params": [one for _, one in parameters if one.dim() > 1]}]), cost.SGD),
+        (
+            lambda parameters: torch.optim.SGD(
+                [{"params": [parameter for _, parameter in parameters if parameter.dim() > 1]}]
+            ),
+            cost.SGD,
+        ),
         (lambda parameters: torch.optim.Adadelta(parameters), UNKNOWN),
         (lambda parameters: torch.optim.SGD(parameters, lr=-1.0), UNKNOWN),  # cannot be made: refused later
     ],
@@ -432,7 +437,7 @@ def test_a_costly_optimizer_is_not_run_whole_on_every_rank() -> None:
         mw.plan(graph, FOUR, devices=2, layout=layout, optimizer=HEAVY, only="intra")
         for layout in (mw.Layout(dp=2), None)
     )
-    times = [foretell(PlanLowering(graph), one, FOUR, optimizer=HEAVY).played.step_s for one in (whole, chosen)]
+    times = [foretell(PlanLowering(graph), plan, FOUR, optimizer=HEAVY).played.step_s for plan in (whole, chosen)]
     assert times[1] < 0.6 * times[0]
     assert mw.plan(graph, FOUR, devices=2, optimizer=cost.SGD, only="intra").layout.dp == 2
 
@@ -489,17 +494,19 @@ def stop_after(layouts: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_search_without_limit_says_what_it_weighs_and_that_is_all() -> None:
-    said: list[str] = []
-    plan = mw.plan(gpt(), CLUSTER, devices=2, progress=said.append)
-    weighed = [text for text in said if not text.startswith("simulating ")]
+    messages: list[str] = []
+    plan = mw.plan(gpt(), CLUSTER, devices=2, progress=messages.append)
+    weighed = [text for text in messages if not text.startswith("simulating ")]
     count = weighed[0].rpartition(" ")[2]
     assert [text.partition(";")[0].rpartition(", ")[2] for text in weighed] == [
         f"layout {number} of {count}" for number in range(1, len(weighed) + 1)
     ]
-    told = re.findall(r"; best so far: (.*), ([\d.]+) ms a step, [\d.e-]+ GiB a rank$", "\n".join(said), re.MULTILINE)
-    assert len(told) >= len(said) - 1, "from the second layout on"
-    assert len(set(told)) > 1
-    assert [float(step) for _, step in told] == sorted((float(step) for _, step in told), reverse=True)
+    best_so_far = re.findall(
+        r"; best so far: (.*), ([\d.]+) ms a step, [\d.e-]+ GiB a rank$", "\n".join(messages), re.MULTILINE
+    )
+    assert len(best_so_far) >= len(messages) - 1, "from the second layout on"
+    assert len(set(best_so_far)) > 1
+    assert [float(step) for _, step in best_so_far] == sorted((float(step) for _, step in best_so_far), reverse=True)
     assert weighed[0].startswith("dp2, layout 1 of ")
     assert len(weighed) < int(count), "lower bounds exclude the others"
     assert "stopped after" not in plan.explain()
@@ -508,12 +515,12 @@ def test_a_search_without_limit_says_what_it_weighs_and_that_is_all() -> None:
 def test_when_the_time_is_over_the_best_so_far_is_taken_and_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    graph, said = gpt(), list[str]()
+    graph, messages = gpt(), list[str]()
     stop_after(3, monkeypatch)
     with caplog.at_level(logging.WARNING, "meshwright"):
-        plan = mw.plan(graph, CLUSTER, devices=2, seconds=7.0, progress=said.append)
+        plan = mw.plan(graph, CLUSTER, devices=2, seconds=7.0, progress=messages.append)
     check_fits(plan, graph)
-    weighed = [text for text in said if not text.startswith("simulating ")]
+    weighed = [text for text in messages if not text.startswith("simulating ")]
     count = weighed[0].rpartition(" ")[2]
     reason = f"{len(weighed)} of {count} layouts were considered, 1 simulated: another may be faster"
     assert re.search(rf"\(planner\) +stopped after 7 s +{reason}", plan.explain())

@@ -94,10 +94,10 @@ def test_the_optimizers_have_the_same_defaults_in_a_run_as_in_python(kind: Any) 
     name = kind.__name__.lower()
     raw = {"model": {"name": "mlp"}, "data": {"kind": "random"}, "optimizer": {"name": name}}
     parameter = torch.nn.Parameter(torch.ones(2, 2))
-    made = build.optimizer(config.make(raw, where="run"))([("w", parameter)])
-    assert type(made) is kind
-    said: dict[str, Any] = {"weight_decay": 0.01} if name == "lamb" else {}
-    assert made.defaults == kind([parameter], **said).defaults
+    optimizer = build.optimizer(config.make(raw, where="run"))([("w", parameter)])
+    assert type(optimizer) is kind
+    settings: dict[str, Any] = {"weight_decay": 0.01} if name == "lamb" else {}
+    assert optimizer.defaults == kind([parameter], **settings).defaults
 
 
 def test_a_bad_value_is_the_optimizers(capsys: pytest.CaptureFixture[str]) -> None:

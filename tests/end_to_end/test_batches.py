@@ -25,7 +25,7 @@ def batch(samples: int = 4, seed: int = 0) -> dict[str, Tensor]:
     }
 
 
-def trainer(given: Any = None, layout: mw.Layout | None = None) -> mw.Trainer:
+def a_trainer(given: Any = None, layout: mw.Layout | None = None) -> mw.Trainer:
     torch.manual_seed(0)
     return mw.parallelize(
         MLP((6, 8, 4)),
@@ -43,9 +43,9 @@ class Tokens(dict[str, Tensor]):
 @pytest.mark.parametrize("kind", [UserDict, Tokens, OrderedDict])
 def test_mappings_are_taken_as_dicts(kind: Any) -> None:
     """A tokenizer gives a UserDict."""
-    mine = trainer(kind(batch()))
-    assert float(mine.step(kind(batch()))) == float(trainer().step(batch()))
-    assert float(mine.evaluate([kind(batch())][0])) > 0
+    trainer = a_trainer(kind(batch()))
+    assert float(trainer.step(kind(batch()))) == float(a_trainer().step(batch()))
+    assert float(trainer.evaluate([kind(batch())][0])) > 0
 
 
 def nested_loss(model: nn.Module, given: Any) -> Tensor:
@@ -55,18 +55,18 @@ def nested_loss(model: nn.Module, given: Any) -> Tensor:
 
 def test_mappings_inside_a_batch() -> None:
     given = (UserDict(data=Tokens(batch())),)
-    mine = mw.parallelize(MLP((6, 8, 4)), nested_loss, given, optimizer=torch.optim.SGD)
-    assert mine.graph.inputs == ("batch[0].data.inputs", "batch[0].data.label")
-    assert torch.isfinite(mine.step(given))
+    trainer = mw.parallelize(MLP((6, 8, 4)), nested_loss, given, optimizer=torch.optim.SGD)
+    assert trainer.graph.inputs == ("batch[0].data.inputs", "batch[0].data.label")
+    assert torch.isfinite(trainer.step(given))
 
 
 def test_arrays_are_refused_by_name() -> None:
     """Their values would be constants, and a later batch's would not be looked at."""
     given = {**batch(), "label": np.zeros(4, dtype=np.int64)}
     with pytest.raises(DataError, match=r"batch\.label: it is a numpy\.ndarray, whose .*\n  -> pass tensors"):
-        trainer(given)
+        a_trainer(given)
     with pytest.raises(DataError, match=r"batch\.label: it is a numpy\.ndarray"):
-        trainer().step(given)
+        a_trainer().step(given)
 
 
 @pytest.mark.parametrize(
@@ -80,16 +80,16 @@ def test_arrays_are_refused_by_name() -> None:
 )  # fmt: skip
 def test_batch_unlike_the_captured_one(change: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError) as caught:
-        trainer().step({**batch(), **change})
+        a_trainer().step({**batch(), **change})
     assert str(caught.value).startswith(message)
 
 
 def step_on_unlike_batches(layout: mw.Layout, difference: str) -> str:
-    mine = trainer(layout=layout)
+    trainer = a_trainer(layout=layout)
     rank = dist.get_rank()
     samples = 4 - 2 * rank if difference == "shapes" else 4
     with pytest.raises(RankError) as caught:
-        mine.step(batch(samples, seed=rank), local=difference == "shapes")
+        trainer.step(batch(samples, seed=rank), local=difference == "shapes")
     return str(caught.value)
 
 
@@ -111,26 +111,26 @@ def test_ranks_with_other_values(ranks: Ranks, layout: mw.Layout) -> None:
 
 
 def step_on_parts() -> float:
-    mine = trainer(layout=mw.Layout(dp=2))
-    return float(mine.step(batch(2, seed=dist.get_rank()), local=True))
+    trainer = a_trainer(layout=mw.Layout(dp=2))
+    return float(trainer.step(batch(2, seed=dist.get_rank()), local=True))
 
 
 def test_parts_may_differ(ranks: Ranks) -> None:
-    one, other = ranks(2, step_on_parts)
-    assert one == other
+    first_loss, second_loss = ranks(2, step_on_parts)
+    assert first_loss == second_loss
 
 
 def test_modules_that_change_their_mode_are_followed() -> None:
     """Batch norm that is frozen between two steps keeps its statistics; switched on again, it goes on."""
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
-    mine = mw.parallelize(
+    trainer = mw.parallelize(
         model, lambda model, given: model(given["inputs"]).square().mean(), batch(), optimizer=torch.optim.SGD
     )
     statistics = []
     for frozen in (False, True, True, False):
         model[1].train(not frozen)
-        mine.step(batch())
-        statistics.append(mine.full_state_dict()["1.running_mean"])
+        trainer.step(batch())
+        statistics.append(trainer.full_state_dict()["1.running_mean"])
     assert torch.equal(statistics[0], statistics[1])
     assert torch.equal(statistics[1], statistics[2])
     assert not torch.equal(statistics[2], statistics[3])

@@ -57,12 +57,12 @@ def test_utilization_is_a_result_that_names_its_peak(
     text = capsys.readouterr().out
     result = files.load(path, Result)
     assert lint(result) == ()
-    found = [each for each in result.findings if isinstance(each, Utilization)]
+    utilizations = [each for each in result.findings if isinstance(each, Utilization)]
     names = ["matrix product", "rows one at a time", "naive step", "step of small operators"]
-    assert [each.target for each in found] == [f"{name}: part of the peak" for name in names]
-    product, rows, step, _ = found
+    assert [each.target for each in utilizations] == [f"{name}: part of the peak" for name in names]
+    product, rows, step, _ = utilizations
     assert (product.flops, rows.flops) == (2 * 32**3, 2 * 64 * 32**2)
-    assert [len(each.series.seconds) for each in found] == [5] * 4
+    assert [len(each.series.seconds) for each in utilizations] == [5] * 4
     assert result.command == f"meshwright bench utilization {asked.replace('--threads 1', '').strip()} --threads 1"
     assert re.search(r"^naive step .* \d+\.\d% +\d+\.\d% to \d+\.\d%$", text, re.MULTILINE)
     assert f"100 %: {step.peak.flops_per_s / 1e9:.1f} GFLOP/s, {step.peak.found}" in text
@@ -89,18 +89,18 @@ def test_a_given_peak_that_is_passed_is_refused(monkeypatch: pytest.MonkeyPatch)
     tiny = GPTConfig(layers=1, width=8, heads=1, vocabulary=16, sequence_length=4)
     with pytest.raises(ClusterError, match=r"--peak: 1e\+06 FLOP/s is no peak"):
         utilization(size=32, config=tiny, batch_size=1, repetitions=5, threads=1, peak_flops_per_s=1e6)
-    found = utilization(size=32, config=tiny, batch_size=1, repetitions=5, threads=1, peak_flops_per_s=1e15)
-    first = found.findings[0]
+    result = utilization(size=32, config=tiny, batch_size=1, repetitions=5, threads=1, peak_flops_per_s=1e15)
+    first = result.findings[0]
     assert isinstance(first, Utilization)
     assert (first.peak.flops_per_s, first.peak.found) == (1e15, "given with --peak")
 
 
 def test_the_nominal_peak_is_clock_times_width_times_cores() -> None:
     x86 = "processor\t: 0\ncpu MHz\t\t: 2400.0\nflags\t\t: fpu avx2 fma\ncpu MHz\t\t: 2500.0\n"
-    found = machine.peak_of(x86, 0.0, 4)
-    assert found is not None
-    assert found.flops_per_s == 2.5e9 * 32 * 4
-    assert found.found == "nominal: clock in /proc/cpuinfo 2.50 GHz x 32 FLOP a cycle (fma) x 4 cores"
+    peak = machine.peak_of(x86, 0.0, 4)
+    assert peak is not None
+    assert peak.flops_per_s == 2.5e9 * 32 * 4
+    assert peak.found == "nominal: clock in /proc/cpuinfo 2.50 GHz x 32 FLOP a cycle (fma) x 4 cores"
     boosted = machine.peak_of(x86.replace("fma", "fma avx512f"), 3.5e9, 1)
     assert boosted is not None
     assert boosted.flops_per_s == 3.5e9 * 64
@@ -125,10 +125,10 @@ def test_strong_scaling_over_two_ranks_computes_the_same_and_is_honest(
     assert isinstance(beside, Comparison)
     assert [result.settings_of(point.series).ranks for point in scaling.points] == [1, 2]
     assert [point.batch for point in scaling.points] == [8, 8]
-    one, two = (point.series.losses for point in scaling.points)
-    assert one == pytest.approx(two, rel=1e-5)
-    assert one == pytest.approx(beside.series[EAGER].losses, rel=1e-5)
-    assert one[0] != one[1], "it trains"
+    serial_losses, parallel_losses = (point.series.losses for point in scaling.points)
+    assert serial_losses == pytest.approx(parallel_losses, rel=1e-5)
+    assert serial_losses == pytest.approx(beside.series[EAGER].losses, rel=1e-5)
+    assert serial_losses[0] != serial_losses[1], "it trains"
     assert result.command.startswith("meshwright bench scaling gpt --kind strong --ranks 1,2 --turns 1")
     assert result.command.endswith(" ".join(SMALL))
 

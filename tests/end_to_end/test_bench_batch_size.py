@@ -53,21 +53,21 @@ def test_steps_fall_as_the_batch_grows_and_the_result_is_honest(
     text = capsys.readouterr().out
     result = files.load(path, Result)
     assert lint(result) == ()
-    (found,) = result.findings
-    assert isinstance(found, BatchSizes)
-    assert [(point.rule, point.batch) for point in found.points] == [
+    (batch_sizes,) = result.findings
+    assert isinstance(batch_sizes, BatchSizes)
+    assert [(point.rule, point.batch) for point in batch_sizes.points] == [
         ("none", 4), ("sqrt", 4), ("none", 8), ("sqrt", 8), ("none", 16), ("sqrt", 16),
     ]  # fmt: skip
-    for one in found.points:
-        assert 0 < one.steps_to_target <= 60
-        assert max(one.losses) <= 4.6
-        assert result.settings_of(one.series).sizes["data.batch_size"] == one.batch
+    for point in batch_sizes.points:
+        assert 0 < point.steps_to_target <= 60
+        assert max(point.losses) <= 4.6
+        assert result.settings_of(point.series).sizes["data.batch_size"] == point.batch
     by_rule = {
-        rule: {point.batch: point.steps_to_target for point in found.points if point.rule == rule}
+        rule: {point.batch: point.steps_to_target for point in batch_sizes.points if point.rule == rule}
         for rule in ("none", "sqrt")
     }
     assert by_rule["sqrt"][16] <= by_rule["none"][16] <= by_rule["none"][4]
-    assert [point.lr for point in found.points if point.rule == "sqrt"] == pytest.approx(
+    assert [point.lr for point in batch_sizes.points if point.rule == "sqrt"] == pytest.approx(
         [0.01, 0.01 * math.sqrt(2), 0.02]
     )
     assert "steps and time to a held-out loss of 4.6; none: " in text
@@ -83,10 +83,10 @@ def test_a_target_that_is_not_reached_is_a_result(capsys: pytest.CaptureFixture[
     run = msgspec.structs.replace(a_run(), optimizer=msgspec.structs.replace(a_run().optimizer, lr=1e30))
     run = msgspec.structs.replace(run, train=msgspec.structs.replace(run.train, steps=4))
     result = batch_size(run, [4, 8], 0.01, rules=["none"], seeds=2, command="here")
-    (found,) = result.findings
-    assert isinstance(found, BatchSizes)
-    assert [point.steps for point in found.points] == [(0, 0), (0, 0)]
-    assert found.measured == (
+    (batch_sizes,) = result.findings
+    assert isinstance(batch_sizes, BatchSizes)
+    assert [point.steps for point in batch_sizes.points] == [(0, 0), (0, 0)]
+    assert batch_sizes.measured == (
         "none: no knee: fewer than 3 sizes reached the target, or steps do not follow S + E / batch"
     )
     assert lint(result) == ()
@@ -104,11 +104,11 @@ def test_cases_scale_the_rate_and_keep_the_samples_of_the_warmup() -> None:
 def test_a_knee_is_found_in_steps_that_follow_the_model(least: float, critical: float, sizes: set[int]) -> None:
     """S(B) = S_min (1 + B_crit / B); steps are whole numbers, so that many are taken."""
     steps = {size: round(1e6 * least * (1 + critical / size)) for size in sizes}
-    found = knee(steps)
-    assert found is not None
+    knee_size = knee(steps)
+    assert knee_size is not None
     spread = max(critical / size for size in sizes) - min(critical / size for size in sizes)
     if spread > 0.01:
-        assert found == pytest.approx(critical, rel=0.01)
+        assert knee_size == pytest.approx(critical, rel=0.01)
 
 
 def test_a_knee_may_lie_outside_of_what_was_measured() -> None:
@@ -118,7 +118,7 @@ def test_a_knee_may_lie_outside_of_what_was_measured() -> None:
     assert knee({8: 190, 16: 95, 32: 230}) is None, "the largest batch learnt too fast: steps follow another law"
 
 
-def found_of(steps: dict[int, tuple[int, ...]], seconds: float = 0.5) -> BatchSizes:
+def batch_sizes_of(steps: dict[int, tuple[int, ...]], seconds: float = 0.5) -> BatchSizes:
     cases = cases_of(a_run(), list(steps), ["none"], seeds=3)
     counted = Counted(
         steps=list(steps.values()), losses=[(1.0,) * 3] * len(steps), seconds={size: [seconds] * 5 for size in steps}
@@ -127,11 +127,11 @@ def found_of(steps: dict[int, tuple[int, ...]], seconds: float = 0.5) -> BatchSi
 
 
 def test_time_is_steps_by_the_time_of_one_and_a_lost_seed_is_not_left_out() -> None:
-    found = found_of({8: (99, 100, 130), 16: (60, 62, 61), 32: (50, 0, 49)})
-    assert [point.steps_to_target for point in found.points] == [100, 61, 0]
-    assert [point.samples_to_target for point in found.points] == [800, 976, 0]
-    assert [point.target_s for point in found.points] == [50.0, 30.5, 0.0]
-    assert found.measured.endswith("least time at batch 16 (none): 30.5 s")
+    batch_sizes = batch_sizes_of({8: (99, 100, 130), 16: (60, 62, 61), 32: (50, 0, 49)})
+    assert [point.steps_to_target for point in batch_sizes.points] == [100, 61, 0]
+    assert [point.samples_to_target for point in batch_sizes.points] == [800, 976, 0]
+    assert [point.target_s for point in batch_sizes.points] == [50.0, 30.5, 0.0]
+    assert batch_sizes.measured.endswith("least time at batch 16 (none): 30.5 s")
 
 
 @pytest.mark.parametrize(
@@ -143,15 +143,17 @@ def test_time_is_steps_by_the_time_of_one_and_a_lost_seed_is_not_left_out() -> N
     ],
 )
 def test_figures_that_do_not_follow_are_refused(change: dict[str, object], key: str) -> None:
-    found = found_of({8: (99, 100, 130), 16: (60, 62, 61), 32: (50, 48, 49)})
-    points = list(found.points)
+    batch_sizes = batch_sizes_of({8: (99, 100, 130), 16: (60, 62, 61), 32: (50, 48, 49)})
+    points = list(batch_sizes.points)
     points[1] = msgspec.structs.replace(points[1], **change)
 
-    def refused(one: BatchSizes) -> list[str]:
-        return [refusal.key for refusal in lint(Result(name="batch-size", findings=(one,))) if refusal.rule == "ratio"]
+    def refused(sizes: BatchSizes) -> list[str]:
+        return [
+            refusal.key for refusal in lint(Result(name="batch-size", findings=(sizes,))) if refusal.rule == "ratio"
+        ]
 
-    assert refused(found) == []
-    assert refused(msgspec.structs.replace(found, points=tuple(points))) == [key]
+    assert refused(batch_sizes) == []
+    assert refused(msgspec.structs.replace(batch_sizes, points=tuple(points))) == [key]
 
 
 @pytest.mark.parametrize(

@@ -51,13 +51,13 @@ def graph(size: int = BATCH) -> Graph:
 
 def cluster(name: str, *, unlike: bool) -> Cluster:
     """Two boxes of two devices; with ``unlike``, the second box is half as fast."""
-    one = mw.Cluster.load(name, 2)
+    catalog_cluster = mw.Cluster.load(name, 2)
     box = Level(name="box", fan_out=2, alpha_s=1e-6, beta_s_per_byte=1e-9)
-    devices = (one.device, slowed(one.device, 2.0) if unlike else one.device)
+    devices = (catalog_cluster.device, slowed(catalog_cluster.device, 2.0) if unlike else catalog_cluster.device)
     members = tuple(LevelMembers(count=1, device=device, levels=(box,)) for device in devices) if unlike else ()
     network = Level(name="network", fan_out=2, alpha_s=1e-5, beta_s_per_byte=2e-9, members=members)
     levels = (network,) if unlike else (box, network)
-    return msgspec.structs.replace(one, num_devices=RANKS, levels=levels, collectives=(), open_ended=False)
+    return msgspec.structs.replace(catalog_cluster, num_devices=RANKS, levels=levels, collectives=(), open_ended=False)
 
 
 def measured_times(cluster: Cluster) -> Cluster:
@@ -145,15 +145,15 @@ def test_the_fastest_of_all_pipelines_is_found(name: str, unlike: bool, measured
 
 
 def test_the_fastest_of_all_pipelines_with_many_micro_batches_is_found() -> None:
-    one = mw.Cluster.load("v100-16gb-p3-eth25", 3)
-    homes = homes_on(one, MUCH, 8)
+    v100s = mw.Cluster.load("v100-16gb-p3-eth25", 3)
+    homes = homes_on(v100s, MUCH, 8)
     schedules: tuple[ScheduleName, ...] = ("1f1b", "zb-h2")
     search = search_on(homes, Space(schedules=schedules, zero=ZEROS))
-    found = min(placed.step_s for placed in search.pipelines(math.inf))
+    fastest_s = min(placed.step_s for placed in search.pipelines(math.inf))
     every = list(every_pipeline(homes, schedules))
     assert {placed.layout.microbatches for placed in every} == {1, 2, 4, 8}
-    assert found == pytest.approx(min(placed.step_s for placed in every))
-    check_bounds(every, search_on(homes_on(one, MUCH, 8)))
+    assert fastest_s == pytest.approx(min(placed.step_s for placed in every))
+    check_bounds(every, search_on(homes_on(v100s, MUCH, 8)))
 
 
 @pytest.mark.parametrize("size", [1, 3])

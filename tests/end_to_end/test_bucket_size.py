@@ -70,18 +70,20 @@ def planned(cluster: mw.Cluster, room_bytes: float | None = None, **layout: int)
 
 def every_size(cluster: mw.Cluster, **layout: int) -> list[mw.Plan]:
     """The plans with buckets of all sizes (of two sizes together, every other), each as the only one that there is."""
-    found = []
+    plans = []
     for reduced in LADDER_BYTES[::2] if layout.get("zero") else LADDER_BYTES:
         for gathered in LADDER_BYTES[::2] if layout.get("zero") else (2**23,):
             with patch.object(bucket_size, "ranked", only(reduced, gathered)):
-                found.append(planned(cluster, **layout))
-    return found
+                plans.append(planned(cluster, **layout))
+    return plans
 
 
 def only(reduced: int, gathered: int):  # type: ignore[no-untyped-def]
     def near(choices: list[bucket_size.BucketSizes], computed_s: float) -> list[bucket_size.BucketSizes]:
         del computed_s
-        return sorted(choices, key=lambda one: abs(one.reduced_bytes - reduced) + abs(one.gathered_bytes - gathered))
+        return sorted(
+            choices, key=lambda sizes: abs(sizes.reduced_bytes - reduced) + abs(sizes.gathered_bytes - gathered)
+        )
 
     return near
 
@@ -100,8 +102,8 @@ def test_no_other_sizes_are_faster(layout: dict[str, int]) -> None:
     spread = []
     for cluster in (A100, network(0.0, 1e-10, A100), network(1e-3, 1e-12, A100)):
         steps = [foretell(lowering(), plan, cluster).played.step_s for plan in every_size(cluster, **layout)]
-        mine = foretell(lowering(), planned(cluster, **layout), cluster).played.step_s
-        assert mine <= min(steps) * (1 + (ALIKE if exact else PART_OF_A_STEP))
+        chosen_s = foretell(lowering(), planned(cluster, **layout), cluster).played.step_s
+        assert chosen_s <= min(steps) * (1 + (ALIKE if exact else PART_OF_A_STEP))
         spread.append(max(steps) / min(steps))
     assert max(spread) > 1.1, "it matters"
 
@@ -114,15 +116,15 @@ def test_latency_makes_few_buckets_and_bandwidth_many() -> None:
 def test_larger_buckets_stay_within_memory() -> None:
     cluster = network(1e-4, 1e-12)
     free, usual = planned(cluster, zero=3), planned(cluster, room_bytes=0, zero=3)
-    most, least = (peak_bytes(lowering(), one, cluster, ADAMW) for one in (free, usual))
+    most, least = (peak_bytes(lowering(), plan, cluster, ADAMW) for plan in (free, usual))
     assert most > least, "what buckets hold is counted"
-    found = []
+    peaks = []
     for part in (0.0, 0.3, 0.6, 1.0):
         limit = least + part * (most - least)
-        found.append(peak_bytes(lowering(), planned(cluster, room_bytes=limit, zero=3), cluster, ADAMW))
-        assert found[-1] <= limit
-    assert found[-1] == most
-    assert max(found[:-1]) < most, "what does not fit is not taken"
+        peaks.append(peak_bytes(lowering(), planned(cluster, room_bytes=limit, zero=3), cluster, ADAMW))
+        assert peaks[-1] <= limit
+    assert peaks[-1] == most
+    assert max(peaks[:-1]) < most, "what does not fit is not taken"
     assert planned(cluster, room_bytes=1.0, zero=3).gathers == usual.gathers, "none fits: no larger than usual"
 
 

@@ -60,11 +60,11 @@ def known() -> Cluster | None:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
+def local_cluster(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
     path = tmp_path_factory.mktemp("calibrate") / "deep" / "machine.toml"
-    made = api.calibrate(path, measured_by=measure_tiny)
+    cluster = api.calibrate(path, measured_by=measure_tiny)
     loaded = mw.Cluster.load(path)
-    assert loaded == made
+    assert loaded == cluster
     return loaded
 
 
@@ -83,67 +83,69 @@ def test_of_sweeps_the_median_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {row.bytes: row.time_s for row in rows} == {64: 2.0, 128: 5.0}
 
 
-def test_every_kind_of_operator_is_measured(found: Cluster) -> None:
-    assert set(found.device.efficiency) == set(KINDS)
-    for curve in found.device.efficiency.values():
+def test_every_kind_of_operator_is_measured(local_cluster: Cluster) -> None:
+    assert set(local_cluster.device.efficiency) == set(KINDS)
+    for curve in local_cluster.device.efficiency.values():
         sizes = [size for size, _ in curve]
         assert sizes == sorted(set(sizes))
         assert all(0 < fraction <= 1 for _, fraction in curve)
 
 
-def test_peaks_are_the_best_of_what_was_measured(found: Cluster) -> None:
+def test_peaks_are_the_best_of_what_was_measured(local_cluster: Cluster) -> None:
     best = {
         compute: max(
-            fraction for kind, curve in found.device.efficiency.items() if (kind in COMPUTE) is compute
+            fraction for kind, curve in local_cluster.device.efficiency.items() if (kind in COMPUTE) is compute
             for _, fraction in curve
         )
         for compute in (True, False)
     }  # fmt: skip
     assert best == {True: pytest.approx(1.0, rel=1e-3), False: pytest.approx(1.0, rel=1e-3)}
-    assert {"float32", "float64"} <= set(found.device.peak_flops_per_s)
+    assert {"float32", "float64"} <= set(local_cluster.device.peak_flops_per_s)
 
 
-def test_the_machine_is_described(found: Cluster) -> None:
+def test_the_machine_is_described(local_cluster: Cluster) -> None:
     cores = launch.num_cores()
-    assert found.num_devices == cores
-    assert found.device.memory_bytes * cores <= memory.memory_bytes()
-    assert found.calibration is not None
-    assert found.calibration.machine == machine_name()
-    assert found.calibration.torch == str(torch.__version__)
+    assert local_cluster.num_devices == cores
+    assert local_cluster.device.memory_bytes * cores <= memory.memory_bytes()
+    assert local_cluster.calibration is not None
+    assert local_cluster.calibration.machine == machine_name()
+    assert local_cluster.calibration.torch == str(torch.__version__)
 
 
 @pytest.mark.skipif(launch.num_cores() < 2, reason="one core has no neighbour")
-def test_what_joins_cores_is_measured(found: Cluster) -> None:
-    (box,) = found.levels
+def test_what_joins_cores_is_measured(local_cluster: Cluster) -> None:
+    (box,) = local_cluster.levels
     assert 0 < box.alpha_s < 1
-    measured = {(row.operation, row.bytes) for row in found.collectives}
+    measured = {(row.operation, row.bytes) for row in local_cluster.collectives}
     for operation in ("all_reduce", "all_gather", "reduce_scatter", "broadcast"):
         assert {(operation, 64), (operation, 4096)} <= measured
     for operation in ("all_reduce", "all_gather", "reduce_scatter"):
-        here = [row for row in found.collectives if (row.operation, row.ranks) == (operation, calibrate.num_ranks())]
+        here = [
+            row for row in local_cluster.collectives if (row.operation, row.ranks) == (operation, calibrate.num_ranks())
+        ]
         names = set(candidates(operation, calibrate.num_ranks()))
         assert {row.algorithm for row in here} == names
-    network = Network(found)
+    network = Network(local_cluster)
     text = network.algorithms(Group(calibrate.num_ranks()))
-    for row in found.collectives:
+    for row in local_cluster.collectives:
         if row.operation == "all_reduce" and row.ranks == calibrate.num_ranks():
             predicted = network.collective_s("all_reduce", row.bytes, Group(row.ranks))
             assert row.time_s >= predicted * (1 - ROUNDING)
             if row.algorithm == chosen(text, "all_reduce", row.bytes):
                 assert row.time_s == pytest.approx(predicted, rel=ROUNDING), "what is predicted is what runs"
-    rows = {row.time_s for row in found.collectives if row.operation == "all_reduce" and row.bytes == 64}
+    rows = {row.time_s for row in local_cluster.collectives if row.operation == "all_reduce" and row.bytes == 64}
     ranks = calibrate.num_ranks()
     assert any(row == pytest.approx(network.collective_s("all_reduce", 64, Group(ranks)), rel=ROUNDING) for row in rows)
-    together = [condition for condition in found.device.conditions if condition.ranks > 1]
-    assert [one.ranks for one in together] == [ranks]
+    together = [condition for condition in local_cluster.device.conditions if condition.ranks > 1]
+    assert [condition.ranks for condition in together] == [ranks]
     assert set(together[0].efficiency) == set(KINDS)
 
 
-def test_a_step_can_be_predicted_from_it(found: Cluster) -> None:
+def test_a_step_can_be_predicted_from_it(local_cluster: Cluster) -> None:
     batch = {"inputs": torch.zeros(8, 16), "label": torch.zeros(8, dtype=torch.int64)}
     graph = mw.capture(MLP((16, 32, 10)), classification_loss, batch)
-    plan = mw.plan(graph, found, layout=mw.Layout())
-    work = step_work(PlanLowering(graph)(plan), plan, found)
+    plan = mw.plan(graph, local_cluster, layout=mw.Layout())
+    work = step_work(PlanLowering(graph)(plan), plan, local_cluster)
     assert all(piece.seconds > 0 for piece in work.stages[0].pieces["F"])  # type: ignore[union-attr]
 
 
@@ -231,23 +233,23 @@ def test_operands_are_told_apart_from_multiplying(kind: str, flops: float, num_b
 
 def test_on_a_busy_machine_threads_are_left_out_and_the_spread_is_told() -> None:
     for spread, conditions in ((0.02, [(2, 1), (1, 2)]), (0.8, [(1, 2)])):
-        made = made_cluster(measured(spread), measured(0), measured(0), [], ranks=2, cores=2)
-        assert [(condition.threads, condition.ranks) for condition in made.device.conditions] == conditions
-        assert made.calibration is not None
-        assert made.calibration.spread == pytest.approx(spread)
-        assert api.is_busy(made.calibration) == (spread > 0.5)
+        cluster = made_cluster(measured(spread), measured(0), measured(0), [], ranks=2, cores=2)
+        assert [(condition.threads, condition.ranks) for condition in cluster.device.conditions] == conditions
+        assert cluster.calibration is not None
+        assert cluster.calibration.spread == pytest.approx(spread)
+        assert api.is_busy(cluster.calibration) == (spread > 0.5)
 
 
 def test_more_threads_are_fractions_of_the_peak_of_all() -> None:
-    made = made_cluster(measured(0), measured(0), None, [], ranks=1, cores=2)
-    alone, two = made.device, made.device.under(threads=2)
+    cluster = made_cluster(measured(0), measured(0), None, [], ranks=1, cores=2)
+    alone, two = cluster.device, cluster.device.under(threads=2)
     rate = alone.peak("float32") * alone.efficiency_at("matmul", 1e6)
     assert two.peak("float32") * two.efficiency_at("matmul", 1e6) == pytest.approx(rate, rel=1e-3)
 
 
 def test_a_single_core_has_no_level() -> None:
-    made = made_cluster(measured(0), None, None, [], ranks=1, cores=1)
-    assert (made.num_devices, made.levels, made.device.conditions) == (1, (), ())
+    cluster = made_cluster(measured(0), None, None, [], ranks=1, cores=1)
+    assert (cluster.num_devices, cluster.levels, cluster.device.conditions) == (1, (), ())
 
 
 @pytest.mark.parametrize(
@@ -264,19 +266,21 @@ def test_a_single_core_has_no_level() -> None:
 def test_what_no_longer_holds_is_stale(changes: dict[str, str], days: float, reason: str) -> None:
     every = {kind: [(1e6, 1e-4)] for kind in KINDS}
     others = {(kind, 1e6): 1e3 for kind in KINDS}
-    made = made_cluster(
+    cluster = made_cluster(
         msgspec.structs.replace(measured(0), seconds=every, others=others), None, None, [], ranks=1, cores=1
     )
-    assert made.calibration is not None
-    one = msgspec.structs.replace(made, calibration=msgspec.structs.replace(made.calibration, **changes))
-    assert stale(one, made.calibration.time_s + days * 86400) == reason
+    assert cluster.calibration is not None
+    changed_cluster = msgspec.structs.replace(
+        cluster, calibration=msgspec.structs.replace(cluster.calibration, **changes)
+    )
+    assert stale(changed_cluster, cluster.calibration.time_s + days * 86400) == reason
 
 
 def test_a_calibration_of_an_older_version_is_stale() -> None:
-    made = made_cluster(measured(0), None, None, [], ranks=1, cores=1)
-    assert made.calibration is not None
-    assert "norm" in stale(made, made.calibration.time_s)
-    assert "measured by another version" in stale(made, made.calibration.time_s)
+    cluster = made_cluster(measured(0), None, None, [], ranks=1, cores=1)
+    assert cluster.calibration is not None
+    assert "norm" in stale(cluster, cluster.calibration.time_s)
+    assert "measured by another version" in stale(cluster, cluster.calibration.time_s)
 
 
 def test_a_cluster_that_was_not_measured_is_stale() -> None:
@@ -291,7 +295,7 @@ def measure_nothing() -> Cluster | None:
 
 
 def test_the_cache_is_used_until_it_is_stale(
-    found: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    local_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     caplog.set_level("INFO", "meshwright")
@@ -299,13 +303,13 @@ def test_the_cache_is_used_until_it_is_stale(
     assert api.calibration_file() == path
     assert api.calibrated() is None
     path.parent.mkdir()
-    files.save(found, path)
-    ours = with_software(found, "meshwright")
+    files.save(local_cluster, path)
+    ours = with_software(local_cluster, "meshwright")
     assert api.calibrated() == ours
     assert api.calibrate(again=False, measured_by=measure_nothing) == ours
-    assert found.calibration is not None
-    old = msgspec.structs.replace(found.calibration, torch="1.0")
-    files.save(msgspec.structs.replace(found, calibration=old), path)
+    assert local_cluster.calibration is not None
+    old = msgspec.structs.replace(local_cluster.calibration, torch="1.0")
+    files.save(msgspec.structs.replace(local_cluster, calibration=old), path)
     assert api.calibrated() is None
     assert "is stale: it was measured with torch 1.0" in caplog.text
 
@@ -337,10 +341,10 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 )
 @pytest.mark.skipif(launch.num_cores() < 2, reason="one core has no level")
 def test_a_file_with_a_wrong_key_unit_or_product_is_refused(
-    found: Cluster, tmp_path: Path, old: str, new: str, message: str
+    local_cluster: Cluster, tmp_path: Path, old: str, new: str, message: str
 ) -> None:
     path = tmp_path / "machine.toml"
-    files.save(found, path)
+    files.save(local_cluster, path)
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new, 1))
@@ -352,13 +356,13 @@ def test_a_file_with_a_wrong_key_unit_or_product_is_refused(
 
 
 def test_the_command_shows_what_it_found(
-    found: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    local_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "meshwright").mkdir()
-    assert found.calibration is not None
-    busy = msgspec.structs.replace(found.calibration, spread=0.5)
-    files.save(msgspec.structs.replace(found, calibration=busy), api.calibration_file())
+    assert local_cluster.calibration is not None
+    busy = msgspec.structs.replace(local_cluster.calibration, spread=0.5)
+    files.save(msgspec.structs.replace(local_cluster, calibration=busy), api.calibration_file())
     assert cli.run(["calibrate", "--if-stale"]) == 0
     shown = capsys.readouterr().out
     assert machine_name() in shown
@@ -373,13 +377,13 @@ def test_what_was_not_measured_is_not_said_to_be() -> None:
     """One rank of a machine with several cores sends no message."""
     seconds = {"matmul": [(1e6, 1e-3)], "pointwise": [(1e6, 1e-3)]}
     alone = Measured(seconds=seconds, peaks={"float32": 1e9}, taken_s=1.0, passed_s=1.0)
-    made = made_cluster(alone, None, None, [], ranks=1, cores=4)
-    assert made.constants == "device measured, box default"
-    assert made.levels[0].source.startswith("not measured: ")
+    cluster = made_cluster(alone, None, None, [], ranks=1, cores=4)
+    assert cluster.constants == "device measured, box default"
+    assert cluster.levels[0].source.startswith("not measured: ")
     sent = CollectiveTiming(operation="send", algorithm="", level="box", ranks=2, bytes=8, time_s=1e-5)
     assert made_cluster(alone, None, None, [sent], ranks=2, cores=4).constants == "device measured, box measured"
-    grown = known_cluster(made, torch.device("cpu"))
-    assert grown.constants == made.constants
+    grown = known_cluster(cluster, torch.device("cpu"))
+    assert grown.constants == cluster.constants
 
 
 @pytest.mark.parametrize(
@@ -492,13 +496,13 @@ def test_boxes_that_are_not_full_and_boxes_without_a_usual_fabric_are_refused(mo
 @pytest.mark.usefixtures("two_gpus")
 def test_calibrated_gpus_are_the_boxes_of_a_larger_run() -> None:
     """The speed of the GPUs and the links in a box are measured; the fabric between boxes comes from the catalog."""
-    found = calibrate_gpus.measure(FEW, lambda what: None, "cpu")
-    assert found is not None
+    measurements = calibrate_gpus.measure(FEW, lambda what: None, "cpu")
+    assert measurements is not None
     h100 = devices.Properties(Properties.name, Properties.total_memory, Properties.multi_processor_count, 2)
-    made = gpu_cluster(msgspec.structs.replace(found, properties=h100))
-    assert made.calibration is not None
-    yesterday = msgspec.structs.replace(made.calibration, time_s=round(time.time()) - 86400)
-    api.save_cluster(msgspec.structs.replace(made, calibration=yesterday), api.calibration_file("cuda"))
+    cluster = gpu_cluster(msgspec.structs.replace(measurements, properties=h100))
+    assert cluster.calibration is not None
+    yesterday = msgspec.structs.replace(cluster.calibration, time_s=round(time.time()) - 86400)
+    api.save_cluster(msgspec.structs.replace(cluster, calibration=yesterday), api.calibration_file("cuda"))
     measured = known_cluster(None, CUDA, 2)
     assert measured.device.origin == "measured"
     several = known_cluster(None, CUDA, 6)
@@ -517,16 +521,16 @@ FEW = calibrate_gpus.GpuEffort(
 
 
 def test_measurements_of_a_gpu_make_a_cluster_that_loads(tmp_path: Path) -> None:
-    found = calibrate_gpus.measure(FEW, lambda what: None, "cpu")
-    assert found is not None
+    measurements = calibrate_gpus.measure(FEW, lambda what: None, "cpu")
+    assert measurements is not None
     h100 = devices.Properties("NVIDIA H100 80GB HBM3", 84_943_715_697, 132, 1)
-    cluster = gpu_cluster(msgspec.structs.replace(found, properties=h100))
+    cluster = gpu_cluster(msgspec.structs.replace(measurements, properties=h100))
     api.save_cluster(cluster, tmp_path / "gpus.toml")
     assert mw.Cluster.load(tmp_path / "gpus.toml") == cluster
     assert (cluster.num_devices, cluster.device.kind, cluster.device.origin) == (1, "gpu", "measured")
     assert cluster.device.peak_flops_per_s["bfloat16"] == 989e12, "a slower device does not lower the data sheet's peak"
     assert cluster.device.kernels is not None
-    assert cluster.device.kernels.launch_s == found.launch_s
+    assert cluster.device.kernels.launch_s == measurements.launch_s
     measured = {"attention", "attention_backward", "pointwise", "norm", "update"}
     assert measured <= set(cluster.device.efficiency)
     assert cluster.software.spread.step >= LEAST_SPREAD
@@ -539,10 +543,10 @@ def stale_reason(cluster: Cluster, reported: str) -> str:
 
 
 def test_a_gpu_that_the_catalog_lacks_has_its_best_rates_as_peaks() -> None:
-    found = calibrate_gpus.measure(FEW, lambda what: None, "cpu")
-    assert found is not None
-    cluster = gpu_cluster(msgspec.structs.replace(found, properties=devices.Properties("A B1", 2**34, 40, 2)))
-    best = max(2.0 * row.product.m * row.product.n * row.product.k / row.seconds for row in found.products)
+    measurements = calibrate_gpus.measure(FEW, lambda what: None, "cpu")
+    assert measurements is not None
+    cluster = gpu_cluster(msgspec.structs.replace(measurements, properties=devices.Properties("A B1", 2**34, 40, 2)))
+    best = max(2.0 * row.product.m * row.product.n * row.product.k / row.seconds for row in measurements.products)
     assert max(cluster.device.peak_flops_per_s.values()) == pytest.approx(best)
     assert (cluster.num_devices, cluster.device.memory_bytes) == (1, 2**34)
 

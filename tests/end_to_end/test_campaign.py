@@ -97,7 +97,7 @@ def test_a_wrong_loss_is_found(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("output", "code", "found"),
+    ("output", "code", "problem"),
     [
         (MESSAGE, 2, ""),
         ("", 2, "exit code 2 without a message"),
@@ -115,8 +115,8 @@ def test_a_wrong_loss_is_found(run: Path) -> None:
         (MESSAGE, -11, "exit code -11 instead of 0, 2, 75"),
     ],
 )  # fmt: skip
-def test_an_unexplained_end_is_found(output: str, code: int, found: str) -> None:
-    assert texts(checks.unexplained(output, code, {0, 2, 75})) == ([found] if found else [])
+def test_an_unexplained_end_is_found(output: str, code: int, problem: str) -> None:
+    assert texts(checks.unexplained(output, code, {0, 2, 75})) == ([problem] if problem else [])
 
 
 def test_words_that_an_end_must_have() -> None:
@@ -171,34 +171,34 @@ def raises() -> None:
 
 @pytest.fixture(scope="module")
 def starter() -> Iterator[Starter]:
-    with Starter({"OMP_NUM_THREADS": "1"}) as found:
-        yield found
+    with Starter({"OMP_NUM_THREADS": "1"}) as context:
+        yield context
 
 
 def command(starter: Starter, folder: Path, main: str) -> Site:
-    made = Site(starter, folder / main, "one", {}, random.Random(0), num_boxes=0)
-    made.start(verb=(), main=f"{__name__}:{main}")
-    return made
+    run_site = Site(starter, folder / main, "one", {}, random.Random(0), num_boxes=0)
+    run_site.start(verb=(), main=f"{__name__}:{main}")
+    return run_site
 
 
 def test_a_process_that_is_left_behind_is_found(
     starter: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(site, "LEFT_S", 0.2)
-    found = command(starter, tmp_path, "leaves_a_process")
-    assert found.end() == 0
+    run_site = command(starter, tmp_path, "leaves_a_process")
+    assert run_site.end() == 0
     assert starter.living(), "its parent is gone, and it is still known"
-    found.settle()
-    (problem,) = found.problems
+    run_site.settle()
+    (problem,) = run_site.problems
     assert problem.category == "left"
-    found.until_nothing_lives()
+    run_site.until_nothing_lives()
     assert not starter.living()
 
 
 def test_an_end_that_nobody_explains_is_found(starter: Starter, tmp_path: Path) -> None:
-    found = command(starter, tmp_path, "raises")
-    assert found.judge({0, 2}) == 1
-    assert [problem.text for problem in found.problems] == [
+    run_site = command(starter, tmp_path, "raises")
+    assert run_site.judge({0, 2}) == 1
+    assert [problem.text for problem in run_site.problems] == [
         "exit code 1 instead of 0, 2", "a traceback is shown", "exit code 1 without a message",
     ]  # fmt: skip
 
@@ -292,16 +292,16 @@ def test_half_a_line_of_the_journal_is_no_fault(tmp_path: Path) -> None:
 
 
 def test_a_problem_fails_its_findings() -> None:
-    made = [Entry(0, 0, "nan", "tensors", seconds=3.0), Entry(1, 0, "rank-killed", "dp2", seconds=4.0)]
-    good = [each for each in findings(made, {}) if isinstance(each, Check)]
+    entries = [Entry(0, 0, "nan", "tensors", seconds=3.0), Entry(1, 0, "rank-killed", "dp2", seconds=4.0)]
+    good = [each for each in findings(entries, {}) if isinstance(each, Check)]
     assert [each.target for each in good if each.verdict == "fail"] == [
         "the campaign: at least 1000 faults of at least 20 kinds"
     ]
-    bad = [*made, Entry(2, 0, "rank-killed", "dp2", problems=(Problem("lost", "step 3"),), seconds=4.0)]
+    bad = [*entries, Entry(2, 0, "rank-killed", "dp2", problems=(Problem("lost", "step 3"),), seconds=4.0)]
     failed = [each.target for each in findings(bad, {}) if each.verdict == "fail"]
     assert failed[1:] == [
         "after each fault: no lost checkpoints",
         "rank-killed: A rank is killed at a step that is drawn.",
     ]
-    missed = findings([*made, Entry(2, 0, "nan", "tensors", missed="it ended")], {})
+    missed = findings([*entries, Entry(2, 0, "nan", "tensors", missed="it ended")], {})
     assert any(each.verdict == "fail" and "the moment" in each.target for each in missed)

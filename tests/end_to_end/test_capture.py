@@ -205,10 +205,10 @@ def test_the_prologue_depends_on_no_parameter_and_no_random_number() -> None:
     assert {"arange#0", "ne#1", "sum#1"} <= {operator.name for operator in prologue}
     assert not any("bernoulli" in operator.target for operator in prologue)
     state = {*captured.graph.parameters, *captured.graph.buffers}
-    made = {name for operator in prologue for name in operator.outputs}
+    outputs = {name for operator in prologue for name in operator.outputs}
     for operator in prologue:
         assert not state & set(operator.inputs)
-        assert all(name in made or name.startswith(("batch.", "constant.")) for name in operator.inputs)
+        assert all(name in outputs or name.startswith(("batch.", "constant.")) for name in operator.inputs)
 
 
 # --- factors ----------------------------------------------------------------------------------------------------------
@@ -493,12 +493,12 @@ def test_the_model_s_own_recomputation_is_left_to_the_plan(use_reentrant: bool) 
         def forward(self, x: Tensor) -> Tensor:
             return cast(Tensor, checkpoint(self.inner, x, use_reentrant=use_reentrant))
 
-    found = capture(Recomputing(), square, torch.zeros(2, 4)).graph
+    captured_graph = capture(Recomputing(), square, torch.zeros(2, 4)).graph
     expected = capture(nn.Sequential(MLP((4, 8, 4))), square, torch.zeros(2, 4)).graph
-    assert Counter(operator.target for operator in found.operators) == Counter(
+    assert Counter(operator.target for operator in captured_graph.operators) == Counter(
         operator.target for operator in expected.operators
     )
-    assert not [tensor for tensor in found.tensors.values() if tensor.kind == "constant"]
+    assert not [tensor for tensor in captured_graph.tensors.values() if tensor.kind == "constant"]
     assert checkpoint(torch.sin, torch.ones(1, requires_grad=True), use_reentrant=False).grad_fn is not None
 
 

@@ -54,13 +54,13 @@ def test_an_adapted_plan_splits_no_operator_that_the_plan_leaves_whole(batch_siz
 def test_a_plan_is_carried_to_another_batch_and_another_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli([*RUN, "--cluster", "cpu-local", "--dp", "2", "--tp", "2", "--output", "plan.json"]) == 0
     first = capsys.readouterr().out
-    told = (
+    pattern = (
         r"made for batches of 8 on cpu-local \(([\d.]+) ms a step, [\d.e-]+ GiB a rank\): a sample takes ([\d.]+) times"
     )
     for more in (["--cluster", "cpu-local", "--data.batch_size", "4"], ["--cluster", "a100-80gb-dgx-hdr200x8"]):
         assert cli([*CARRIED, *more]) == 0
         text = capsys.readouterr().out
-        carried = re.search(told, text)
+        carried = re.search(pattern, text)
         assert carried is not None
         assert f"predicted: {carried[1]} ms a step" in first
         (step,) = re.findall(r"predicted: ([\d.]+) ms a step", text)

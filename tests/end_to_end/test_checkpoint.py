@@ -29,9 +29,9 @@ from tests.end_to_end.checkpoint_cases import (
     a_trainer,
     adamw,
     data_of,
+    log_messages,
     same,
     sgd,
-    told,
     unchanged,
     weights,
 )
@@ -118,8 +118,8 @@ def test_loader_and_schedulers_are_restored(tmp_path: Path) -> None:
     other, other_loader, other_extra = parts()
     other.load(tmp_path / "ckpt", loader=other_loader, extra=other_extra)
     assert other_loader.state_dict() == loader.state_dict()
-    assert {name: one.state_dict() for name, one in other_extra.items()} == {
-        name: one.state_dict() for name, one in extra.items()
+    assert {name: scheduler.state_dict() for name, scheduler in other_extra.items()} == {
+        name: scheduler.state_dict() for name, scheduler in extra.items()
     }
     assert other.optimizer.param_groups[0]["lr"] == trainer.optimizer.param_groups[0]["lr"]
     assert next(iter(other_loader))["x"].tolist() == next(batches)["x"].tolist()
@@ -146,7 +146,7 @@ def test_the_manifest_says_what_is_there(saved: Path) -> None:
     assert raw["tensors"]["layers.0.weight"] == {"shape": [8, 6], "dtype": "float64"}
     assert raw["plan"]["mesh"] == {"axes": [{"name": "dp", "size": 1}, {"name": "tp", "size": 1}]}
     assert raw["data"] == data_of(saved).name
-    assert sorted(raw["files"]) == sorted(one.name for one in data_of(saved).iterdir())
+    assert sorted(raw["files"]) == sorted(file.name for file in data_of(saved).iterdir())
 
 
 def test_torch_reads_the_tensors_without_meshwright(saved: Path) -> None:
@@ -304,7 +304,7 @@ def test_the_latest_are_kept(tmp_path: Path) -> None:
     for _ in range(4):
         trainer.step(a_batch())
         path = trainer.save_in(tmp_path / "runs", keep=2)
-        kept.append(sorted(one.name for one in (tmp_path / "runs").iterdir()))
+        kept.append(sorted(entry.name for entry in (tmp_path / "runs").iterdir()))
         assert path == tmp_path / "runs" / kept[-1][-1]
     assert kept == [
         ["step-00000001"],
@@ -325,7 +325,7 @@ def test_half_written_ones_do_not_count_and_stay(tmp_path: Path) -> None:
         trainer.step(a_batch())
     (paths[1] / "manifest.json").unlink()
     trainer.save_in(tmp_path, keep=2)
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["step-00000001", "step-00000002", "step-00000003"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-00000001", "step-00000002", "step-00000003"]
 
 
 def test_directories_of_other_people_are_neither_removed_nor_counted_nor_loaded(tmp_path: Path) -> None:
@@ -363,8 +363,8 @@ def test_what_people_put_into_a_checkpoint_stays_when_it_is_removed(
     trainer.step(a_batch())
     with caplog.at_level(logging.WARNING, "meshwright"):
         trainer.save_in(tmp_path, keep=1)
-    assert sorted(one for one in first.rglob("*") if one.is_file()) == [data / "more.txt", first / "notes.txt"]
-    assert told(caplog) == [
+    assert sorted(file for file in first.rglob("*") if file.is_file()) == [data / "more.txt", first / "notes.txt"]
+    assert log_messages(caplog) == [
         f"{data} holds files that no save wrote (more.txt), and is left there",
         f"{first} holds files that no save wrote ({data.name}), and is left there",
     ]
@@ -382,7 +382,9 @@ def test_a_damaged_latest_one_is_named_and_the_one_before_is_used(
     (data_of(second) / "trainer.pt").unlink()
     with caplog.at_level(logging.WARNING, "meshwright"):
         assert trainer.load_latest(tmp_path) == first
-    assert told(caplog) == [f"{data_of(second)}/trainer.pt: damaged: the file is missing; the one before it is tried"]
+    assert log_messages(caplog) == [
+        f"{data_of(second)}/trainer.pt: damaged: the file is missing; the one before it is tried"
+    ]
     assert same(weights(trainer), before)
     shutil.rmtree(data_of(first))
     with pytest.raises(CheckpointError) as caught:
@@ -411,12 +413,14 @@ def test_later_steps_of_an_abandoned_run_are_told(tmp_path: Path, caplog: pytest
     trainer.load(early)
     with caplog.at_level(logging.WARNING, "meshwright"):
         trainer.save_in(tmp_path, keep=1)
-    assert told(caplog) == [f"{tmp_path} holds later steps than the one just saved; load_latest takes step-00000001"]
+    assert log_messages(caplog) == [
+        f"{tmp_path} holds later steps than the one just saved; load_latest takes step-00000001"
+    ]
     assert early.is_dir()
     (tmp_path / "step-00000001" / "manifest.json").unlink()  # it never was one, and will be replaced
     caplog.clear()
     trainer.save_in(tmp_path, keep=1)
-    assert told(caplog) == []
+    assert log_messages(caplog) == []
 
 
 def test_at_least_one_is_kept(tmp_path: Path) -> None:

@@ -51,8 +51,8 @@ from tests.end_to_end.checkpoint_cases import (
     adamw,
     after_one_step,
     data_of,
+    log_messages,
     same,
-    told,
     weights,
 )
 
@@ -139,9 +139,9 @@ def test_threads_write_each_chunk_to_its_place(
     file, values = ChunkFile(directory / "__0_0.distcp"), [(torch.rand(sizes) * 9).to(dtype) for dtype, sizes in kinds]
     for number, value in enumerate(values):
         file.add(f"{number % 3}", value, (number,))
-    found = file.close()
-    chunks = sorted(itertools.chain(*found.values()), key=lambda chunk: chunk.offsets)
-    assert [chunk.offsets for chunk in found.get("0", ())] == [(number,) for number in range(0, len(values), 3)]
+    by_name = file.close()
+    chunks = sorted(itertools.chain(*by_name.values()), key=lambda chunk: chunk.offsets)
+    assert [chunk.offsets for chunk in by_name.get("0", ())] == [(number,) for number in range(0, len(values), 3)]
     data, end = (directory / "__0_0.distcp").read_bytes(), 0
     for chunk, value in zip(chunks, values, strict=True):
         assert chunk.at == end, "one after the other, in the order in which they were given"
@@ -227,9 +227,9 @@ def test_an_update_waits_for_the_copies(tmp_path: Path, monkeypatch: pytest.Monk
     trainer, other, order = a_trainer(adamw), a_trainer(adamw), []
     complete, update = share.Share.complete, trainer.optimizer.step
 
-    def completed_late(one: share.Share) -> None:
+    def completed_late(self: share.Share) -> None:
         time.sleep(0.1)
-        complete(one)
+        complete(self)
         order.append("copied")
 
     def updated() -> None:
@@ -256,10 +256,10 @@ def test_a_tensor_that_is_changed_by_hand_during_a_save_fails_it(
     trainer = a_trainer()
     complete = share.Share.complete
 
-    def changed_before(one: share.Share) -> None:
+    def changed_before(self: share.Share) -> None:
         with torch.no_grad():
             trainer.parameters["layers.0.bias"].add_(1)
-        complete(one)
+        complete(self)
 
     monkeypatch.setattr(share.Share, "complete", changed_before)
     trainer.save(tmp_path / "ckpt", blocking=False)
@@ -395,7 +395,7 @@ def test_checkpoints_in_an_object_store(store: str, caplog: pytest.LogCaptureFix
     file.write_bytes(bytes(data))
     with caplog.at_level(logging.WARNING, "meshwright"):
         assert f"{other.load_latest(f'{store}/run')}" == f"{store}/run/step-00000003"
-    assert told(caplog)[0].startswith(f"{file}: damaged: its checksum is not the one that was written")
+    assert log_messages(caplog)[0].startswith(f"{file}: damaged: its checksum is not the one that was written")
 
 
 def test_retention_in_a_store_leaves_what_it_did_not_write(store: str) -> None:
@@ -439,8 +439,8 @@ def test_ls_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     capsys.readouterr()
     assert run(["checkpoint", "ls", str(tmp_path), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
-    found = [(row["step"], row["problem"]) for row in rows]
-    assert found == [(3, ""), (2, "damaged: the file is missing"), (1, "")]
+    listing = [(row["step"], row["problem"]) for row in rows]
+    assert listing == [(3, ""), (2, "damaged: the file is missing"), (1, "")]
     assert run(["checkpoint", "verify", str(tmp_path), "--json"]) == 1
     problems = [row["problem"] for row in json.loads(capsys.readouterr().out)]
     assert problems[0] == f"{damaged}: damaged: its checksum is not the one that was written"
@@ -488,10 +488,10 @@ def test_the_copies_of_a_save_wait_once_for_a_gpu_and_in_the_saving_thread() -> 
         on_host = to_host(steps, kind, copies)
         copying.hold()
         assert rehearsal.findings == [], "the host and the kernels of the next step go on"
-        assert {one["values"]["step"].device.type for one in on_host["states"].values()} == {"cpu"}
+        assert {state["values"]["step"].device.type for state in on_host["states"].values()} == {"cpu"}
         copying.finish()
-        (found,) = rehearsal.findings
-        assert (found.what, found.times) == ("the host waits for the copies", 1)
+        (finding,) = rehearsal.findings
+        assert (finding.what, finding.times) == ("the host waits for the copies", 1)
         copied = list(copying.values())
         assert len(copied) == len(memory) == 10, "two blocks of each part"
         assert {value.device.type for _, value in copied} == {"cpu"}

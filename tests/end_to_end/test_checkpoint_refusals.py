@@ -26,9 +26,9 @@ from tests.end_to_end.checkpoint_cases import (
     a_trainer,
     adamw,
     data_of,
+    log_messages,
     same,
     sgd,
-    told,
     unchanged,
     weights,
 )
@@ -178,7 +178,7 @@ def test_a_position_that_nobody_asks_for_is_told(saved: Path, caplog: pytest.Log
     trainer.save(saved, loader=TensorLoader({"x": torch.arange(10)}, batch_size=2))
     with caplog.at_level(logging.WARNING, "meshwright"):
         trainer.load(saved)
-    assert told(caplog) == [f"{saved} holds a position in the data that was not asked for (loader=)"]
+    assert log_messages(caplog) == [f"{saved} holds a position in the data that was not asked for (loader=)"]
 
 
 class Harmful:
@@ -198,9 +198,9 @@ def test_code_in_a_checkpoint_is_not_run(saved: Path, name: str, capsys: pytest.
     else:
         file.write_bytes(pickle.dumps(Harmful()))
     raw = json.loads((saved / "manifest.json").read_bytes())
-    found = manifest.written(file.parent, [name])[name]
+    saved_file = manifest.written(file.parent, [name])[name]
     raw["files"].pop("index.json")
-    rewrite(saved, files=raw["files"] | {name: {"num_bytes": found.num_bytes, "sha256": found.sha256}})
+    rewrite(saved, files=raw["files"] | {name: {"num_bytes": saved_file.num_bytes, "sha256": saved_file.sha256}})
     with pytest.raises(CheckpointError):
         a_trainer().load(saved)
     assert "this must not run" not in capsys.readouterr().out

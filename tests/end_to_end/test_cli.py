@@ -245,9 +245,9 @@ def test_plan_says_whether_memory_holds_it(capsys: pytest.CaptureFixture[str]) -
 )
 def test_plan_refuses_what_means_nothing_there(words: str, option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli(["plan", *words.split()]) == 2
-    told = capsys.readouterr().err
-    assert f"{option}: " in told
-    assert "-> leave" in told
+    stderr = capsys.readouterr().err
+    assert f"{option}: " in stderr
+    assert "-> leave" in stderr
 
 
 def test_simulate_compares_schedules_under_jitter(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -399,7 +399,7 @@ def test_a_failed_verification_has_exit_code_1(
 
 
 def test_captured_plans_take_the_software_of_their_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = {}
+    step_s = {}
     for name, pace in (("usual", 1.0), ("slow", 2.0)):
         software = Software(name=name, pace=pace, spread=Spread(step=0.1))
         files.save(load_cluster("cpu-local", software=software), tmp_path / f"{name}.toml")
@@ -412,8 +412,8 @@ def test_captured_plans_take_the_software_of_their_cluster(tmp_path: Path, capsy
         prediction = files.decode(capsys.readouterr().out.encode(), Plan, where="output").prediction
         assert prediction is not None
         assert prediction.interval_s == interval(prediction.step_s, 0.1)
-        found[name] = prediction.step_s
-    assert found["slow"] == pytest.approx(2 * found["usual"])
+        step_s[name] = prediction.step_s
+    assert step_s["slow"] == pytest.approx(2 * step_s["usual"])
 
 
 # --- train, demo -----------------------------------------------------------------------------------------------------

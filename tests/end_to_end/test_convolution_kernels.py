@@ -64,9 +64,9 @@ def wanted(sizes: ConvolutionSizes, given: tuple[Tensor, Tensor, Tensor, tuple[A
     return aten.convolution_backward(grad, images, weight, None, *rest, mask)[mask.index(True)]
 
 
-def error(found: Tensor, expected: Tensor) -> float:
-    assert found.shape == expected.shape
-    return float((found - expected).abs().max() / max(1.0, float(expected.abs().max())))
+def error(result: Tensor, expected: Tensor) -> float:
+    assert result.shape == expected.shape
+    return float((result - expected).abs().max() / max(1.0, float(expected.abs().max())))
 
 
 @st.composite
@@ -96,9 +96,9 @@ def test_every_algorithm_computes_the_same_numbers_whole_and_in_pieces(
     for name in algorithms_of(sizes):
         other = random.choice(algorithms_of(sizes))
         for text in (name, f"1x{piece} {name} + 2x1 {other}"):
-            found = computed(sizes, given, text)
-            assert error(found, expected) < TOLERANCE, (text, sizes)
-            assert found.is_contiguous()
+            result = computed(sizes, given, text)
+            assert error(result, expected) < TOLERANCE, (text, sizes)
+            assert result.is_contiguous()
 
 
 def test_all_algorithms_are_offered_for_a_usual_convolution_and_tried_above() -> None:
@@ -159,19 +159,19 @@ def test_the_workspace_is_what_the_formula_says(direction: str, sizes: Convoluti
         if name == NATIVE:
             continue
         computed(sizes, given, name)  # makes constants that stay
-        found = peak_bytes(lambda name=name: computed(sizes, given, name)) - result
+        measured_bytes = peak_bytes(lambda name=name: computed(sizes, given, name)) - result
         formula = work_of(sizes, name).workspace_bytes
-        assert formula == pytest.approx(found, rel=0.01, abs=4096), (name, found / max(1, formula))
+        assert formula == pytest.approx(measured_bytes, rel=0.01, abs=4096), (name, measured_bytes / max(1, formula))
 
 
 def test_pieces_need_the_workspace_of_the_largest() -> None:
     sizes = sizes_of("forward", 6, 8, 12, (17, 18), (3, 3), (1, 1), (1, 1), (1, 1))
     given = operands(sizes)
     text = "1x4 winograd(2) + 1x2 gemm"
-    found = peak_bytes(lambda: computed(sizes, given, text)) - wanted(sizes, given).nbytes
+    measured_bytes = peak_bytes(lambda: computed(sizes, given, text)) - wanted(sizes, given).nbytes
     parts = [piece_work(sizes._replace(samples=4), "winograd(2)"), piece_work(sizes._replace(samples=2), "gemm")]
     assert work_of(sizes, text).workspace_bytes == max(part.workspace_bytes for part in parts)
-    assert found == pytest.approx(max(part.workspace_bytes for part in parts), rel=0.01, abs=4096)
+    assert measured_bytes == pytest.approx(max(part.workspace_bytes for part in parts), rel=0.01, abs=4096)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

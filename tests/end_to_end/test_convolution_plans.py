@@ -52,12 +52,12 @@ def limited(layout: mw.Layout, limit: int, over: str = "operator") -> mw.Layout:
 
 def scratch(graph: Graph, plan: mw.Plan) -> dict[str, int]:
     """By operator, the temporary bytes of its largest convolution on a rank."""
-    found: dict[str, int] = {}
+    by_operator: dict[str, int] = {}
     for program in PlanLowering(graph)(plan):
         for node in (node for phase in program.phases for node in phase.nodes if "convolution" in node.target):
             most = max(scratch_bytes(kernel, True) for kernel in node.kernels)
-            found[node.operator] = max(most, found.get(node.operator, 0))
-    return found
+            by_operator[node.operator] = max(most, by_operator.get(node.operator, 0))
+    return by_operator
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["one rank", "dp2, 2 micro-batches", "rows"])
@@ -290,10 +290,10 @@ def test_a_plan_that_reads_the_table_trains_to_the_same_numbers() -> None:
     serial = oracle.resnet(False)
     optimizer = oracle.OPTIMIZERS["SGD"]
     expected = oracle.in_one_process(serial, optimizer)
-    found, trainer = oracle.in_parallel(subject, limited(mw.Layout(), limit), optimizer)
+    run, trainer = oracle.in_parallel(subject, limited(mw.Layout(), limit), optimizer)
     assert trainer.plan.stage.operator_algorithms
     assert all(parse(text) for text in trainer.plan.stage.operator_algorithms.values())
-    assert oracle.compared(before, expected, found, trainer).error <= oracle.TOLERANCE
+    assert oracle.compared(before, expected, run, trainer).error <= oracle.TOLERANCE
 
 
 def test_the_command_line_limits_measures_and_reads_the_table(

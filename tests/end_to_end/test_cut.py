@@ -56,8 +56,8 @@ def test_no_other_cut_has_a_faster_slowest_stage(model: str, num_stages: int) ->
     graph = GRAPHS[model]()
     forward = forward_operators(graph)
     positions = [forward[point.position].name for point in cut.cut_points(graph, forward, None)]
-    found = cut.choose_cut(graph, num_stages, None)
-    chosen = tuple(positions.index(first) for first in found)
+    firsts = cut.choose_cut(graph, num_stages, None)
+    chosen = tuple(positions.index(first) for first in firsts)
     best = min(slowest_stage_s(graph, some) for some in itertools.combinations(range(len(positions)), num_stages - 1))
     assert slowest_stage_s(graph, chosen) == pytest.approx(best)
 

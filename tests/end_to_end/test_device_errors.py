@@ -130,10 +130,10 @@ def test_the_command_line_names_a_gpu_that_is_not_there(capsys: pytest.CaptureFi
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     assert run(["calibrate", "--device", "cuda"]) == 2
-    told = capsys.readouterr().err
-    assert "device: there is no device 'cuda' here: " in told
-    assert "-> " in told
-    assert "Traceback" not in told
+    stderr = capsys.readouterr().err
+    assert "device: there is no device 'cuda' here: " in stderr
+    assert "-> " in stderr
+    assert "Traceback" not in stderr
 
 
 @pytest.mark.parametrize(
@@ -265,8 +265,8 @@ def test_a_rank_whose_gpu_fails_in_a_call_of_nccl_failed_first(tmp_path: Path, k
     error = kind("its memory is full, and has no room for buffers of NCCL", where="rank 3, cuda:3")
     error.__cause__ = torch.distributed.DistBackendError(NCCL.format("unhandled cuda error", NO_BUFFERS))
     assert not record(error, tmp_path, 3).lost_peer
-    told = first_failure(tmp_path, 4, 0, 1)
-    assert (type(told), told.where) == (kind, "rank 3, cuda:3")
+    failure = first_failure(tmp_path, 4, 0, 1)
+    assert (type(failure), failure.where) == (kind, "rank 3, cuda:3")
 
 
 def ended_by_its_watchdog(folder: Path, rank: int, status: str, log: str) -> FailedRankError:

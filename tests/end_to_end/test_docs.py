@@ -75,9 +75,9 @@ class Block:
 
 def blocks(page: Path) -> list[Block]:
     text = page.read_text()
-    found = list(_FENCE.finditer(text))
+    fences = list(_FENCE.finditer(text))
     result = []
-    for match, following in zip_longest(found, found[1:]):
+    for match, following in zip_longest(fences, fences[1:]):
         line = text[: match.start()].count("\n") + 2
         output = output_of_two = None
         if match[1] == "python" and following is not None:
@@ -90,11 +90,11 @@ def blocks(page: Path) -> list[Block]:
 
 def run_python(page: str, directory: Path) -> None:
     """Run the Python blocks of a page, one after the other in one namespace; they must print what the page says."""
-    found = [block for block in blocks(ROOT / page) if block.language == "python"]
+    python_blocks = [block for block in blocks(ROOT / page) if block.language == "python"]
     names: dict[str, Any] = {"__name__": "__main__"}
     torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)  # programs begin with unlike seeds on ranks
     with contextlib.chdir(directory):
-        for block in found:
+        for block in python_blocks:
             stream = io.StringIO()
             with contextlib.redirect_stdout(stream):
                 # As many lines down as on the page, so that a traceback names the page's line.

@@ -282,14 +282,14 @@ def test_products_in_shared_memory_are_clean_and_their_memory_is_predicted(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout, precision = SHARED[name], "bfloat16" if name == "tp2" else None
-    monkeypatch.setattr(Marked, "made", [])
+    monkeypatch.setattr(Marked, "rehearsals", [])
     monkeypatch.setattr(dry_run, "Rehearsal", Marked)
     report, plan = in_pieces(layout, precision)
     assert (report.findings, report.matched) == ((), True)
     assert all(map(dry_run_cases.as_predicted, report.ranks)), report.ranks
     programs = PlanLowering(blocks(precision)[2].graph, box=8)(plan)
     kept = [stage_held(programs, plan, stage, mw.Cluster.load("h100-dgx")) for stage in range(layout.pp)]
-    for rank in Marked.made:
+    for rank in Marked.rehearsals:
         entries = [entry for entry in rank.stream["step 2"] if isinstance(entry, StartedOperation)]
         kinds = Counter(entry.kind for entry in entries if entry.communicator.endswith("shared memory"))
         assert min(kinds["fused_all_gather_matmul"], kinds["fused_matmul_reduce_scatter"]) >= 2 // layout.pp
@@ -321,11 +321,11 @@ def test_a_rank_that_leaves_out_a_product_in_shared_memory_is_found(monkeypatch:
 class Marked(Rehearsal):
     """Keeps the ranks of a dry run."""
 
-    made: ClassVar[list[Marked]] = []
+    rehearsals: ClassVar[list[Marked]] = []
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.made.append(self)
+        self.rehearsals.append(self)
 
 
 @pytest.mark.parametrize(
@@ -338,10 +338,10 @@ def test_a_trace_marks_every_operation_on_its_own_stream_and_every_copy(
 ) -> None:
     """The end of an operation is marked as soon as it has started, on a stream that waits for it; kernels do not. Only
     the broadcast of a pipeline's loss blocks the kernels."""
-    monkeypatch.setattr(Marked, "made", [])
+    monkeypatch.setattr(Marked, "rehearsals", [])
     monkeypatch.setattr(dry_run, "Rehearsal", Marked)
     assert dry_mlp(layout).findings == ()
-    for rank in Marked.made:
+    for rank in Marked.rehearsals:
         entries = rank.stream["step 2"]
         started = [entry for entry in entries if isinstance(entry, StartedOperation)]
         sent = {each.number for each in started if any(message.sends for message in each.messages)}
@@ -432,10 +432,10 @@ def test_a_planted_send_that_nobody_receives_is_found(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Executor, "_send", sends_more)
     report = dry_mlp(mw.Layout(pp=2, microbatches=2))
-    found = report.of("unmatched")
-    assert found == report.findings
-    assert {finding.moment for finding in found} == {"step 1", "step 2"}
-    assert found[0].what.startswith("send in step 1, stage 0, micro-batch 1: rank 1 never receives")
+    findings = report.of("unmatched")
+    assert findings == report.findings
+    assert {finding.moment for finding in findings} == {"step 1", "step 2"}
+    assert findings[0].what.startswith("send in step 1, stage 0, micro-batch 1: rank 1 never receives")
 
 
 def test_one_communicator_for_both_directions_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -467,8 +467,8 @@ def test_a_message_of_another_size_is_told_with_both_sizes(monkeypatch: pytest.M
         return send(self, torch.cat([tensor.flatten(), tensor.flatten()]))
 
     monkeypatch.setattr(device_channel.DeviceChannel, "send", send_more)
-    found = dry_mlp(mw.Layout(pp=2, microbatches=2)).of("unmatched")
-    assert found[0].what == "send in set-up: sends 2 x float32, but rank 1 receives 1 x float32 (recv in set-up)"
+    findings = dry_mlp(mw.Layout(pp=2, microbatches=2)).of("unmatched")
+    assert findings[0].what == "send in set-up: sends 2 x float32, but rank 1 receives 1 x float32 (recv in set-up)"
 
 
 def test_each_rank_runs_once_and_no_ranks_are_those_that_are_run_by_default() -> None:

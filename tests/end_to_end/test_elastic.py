@@ -53,15 +53,15 @@ def train_and_die(run: Run, kills: list[tuple[int, int]]) -> tuple[int, int]:
 
 def test_lost_ranks_are_replaced_from_memory_without_a_look_at_the_disk(ranks: Ranks, tmp_path: Path) -> None:
     """Rank 1 is lost in step 5, when step 4 is copied, and rank 0 in step 8, when step 6 is: two copies, no disk."""
-    said: list[str] = []
+    messages: list[str] = []
     directory = tmp_path / "run"
     run = small_run(directory, dp=2, evaluate_every=0, checkpoint_every=0, log_every=5)
     done = api.run_ranks(
         train_and_die, run, [(1, 5), (0, 4)], num_ranks=2, directory=directory,
-        again=Restarts(directory / "checkpoints", said.append),
+        again=Restarts(directory / "checkpoints", messages.append),
     )  # fmt: skip
     assert done == (6, STEPS)
-    assert len(said) == 2
+    assert len(messages) == 2
     ranks(2, train, small_run(tmp_path / "whole", dp=2, evaluate_every=0))
     assert losses(directory) == losses(tmp_path / "whole")
 
@@ -77,9 +77,9 @@ def test_a_fixed_layout_goes_on_with_fewer_ranks(ranks: Ranks, tmp_path: Path, l
     assert ranks(2, train, small_run(directory, evaluate_every=0, steps=4, **layout)) == [(0, 4)] * 2
     assert ranks(1, train, small_run(directory, evaluate_every=0, steps=6, **layout)) == [(4, 6)]
     assert ranks(2, train, small_run(directory, evaluate_every=0, **layout)) == [(6, STEPS)] * 2
-    found, expected = losses(directory), losses(whole)
-    assert [step for step, _ in found] == list(range(1, STEPS + 1))
-    assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], rel=0, abs=1e-9)
+    run_losses, expected = losses(directory), losses(whole)
+    assert [step for step, _ in run_losses] == list(range(1, STEPS + 1))
+    assert [loss for _, loss in run_losses] == pytest.approx([loss for _, loss in expected], rel=0, abs=1e-9)
 
 
 # --- hosts -----------------------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ class Hosts:
 
     def end(self, errors: dict[int, MeshwrightError | None], again: bool = True) -> list[Any]:
         def ends(number: int) -> Callable[[], bool]:
-            return lambda: self.calls[number].end(errors[number], lambda found: again, lambda: None)
+            return lambda: self.calls[number].end(errors[number], lambda error: again, lambda: None)
 
         return self.together([ends(number) for number in errors], bool)
 
@@ -236,12 +236,12 @@ def killed(doing: str) -> RankError:
 
 @pytest.mark.parametrize("doing", STARTING)
 def test_ranks_that_the_kernel_kills_before_their_first_step_are_not_started_again(tmp_path: Path, doing: str) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     counts = itertools.count()
-    again = Restarts(tmp_path, said.append, wait=lambda seconds: None, killed=counts.__next__)
+    again = Restarts(tmp_path, messages.append, wait=lambda seconds: None, killed=counts.__next__)
     assert not again(killed(doing), tmp_path)
     assert again.out_of_memory
-    assert said == [f"rank 1 was killed by SIGKILL {doing}: it takes too much memory, and is not started again"]
+    assert messages == [f"rank 1 was killed by SIGKILL {doing}: it takes too much memory, and is not started again"]
 
 
 def test_if_the_kernel_says_nothing_the_second_kill_is_enough(tmp_path: Path) -> None:
@@ -319,12 +319,12 @@ def test_ranks_may_open_the_files_that_they_need(
     soft: int, hard: int, ranks: int, then: int | str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert resource.RLIM_INFINITY == -1
-    found: list[tuple[int, int]] = []
+    new_limits: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, hard))
-    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: found.append(limits))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: new_limits.append(limits))
     if then == "refused":
         with pytest.raises(LaunchError, match=r"\(ulimit -n\): 2 ranks need about 64 open files, and .* have 48 here"):
             allow_files(ranks)
     else:
         allow_files(ranks)
-    assert found == ([(then, hard)] if isinstance(then, int) else [])
+    assert new_limits == ([(then, hard)] if isinstance(then, int) else [])

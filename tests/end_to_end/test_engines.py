@@ -77,22 +77,22 @@ STEP = {
 
 
 def test_a_step_of_slurm_is_torchruns_world() -> None:
-    found = translated(STEP)
-    assert {name: found[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")} == {
+    env = translated(STEP)
+    assert {name: env[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")} == {
         "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost",
     }  # fmt: skip
-    assert launchers.KEEPS_STORE in found, "the first process of the first node, whatever its rank"
+    assert launchers.KEEPS_STORE in env, "the first process of the first node, whatever its rank"
     others = [STEP | {"SLURM_LOCALID": "1"}, STEP | {"SLURM_NODEID": "1", "SLURM_PROCID": "0"}]
     for other in map(translated, others):
         assert launchers.KEEPS_STORE not in other
-        assert other["MASTER_PORT"] == found["MASTER_PORT"]
+        assert other["MASTER_PORT"] == env["MASTER_PORT"]
         assert other["TORCHELASTIC_USE_AGENT_STORE"] == "True"
-    assert translated(STEP | {"SLURM_JOB_ID": "78"})["MASTER_PORT"] != found["MASTER_PORT"]
+    assert translated(STEP | {"SLURM_JOB_ID": "78"})["MASTER_PORT"] != env["MASTER_PORT"]
 
 
 def test_an_address_of_the_user_wins_and_rank_0_keeps_the_store() -> None:
-    found = translated(STEP | {"MASTER_ADDR": "h1", "MASTER_PORT": "5"})
-    assert found == {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    env = translated(STEP | {"MASTER_ADDR": "h1", "MASTER_PORT": "5"})
+    assert env == {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 
 
 def test_the_script_of_a_job_and_a_step_of_one_task_start_their_own_ranks() -> None:
@@ -130,41 +130,43 @@ def test_the_variables_of_kubeflow_say_where_launchers_meet() -> None:
 
 def test_a_single_node_is_told_its_number_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its launcher meets no other, and would start a rank for each core."""
-    told = ["--train.steps", "10", "--train.ranks"]
+    options = ["--train.steps", "10", "--train.ranks"]
     for kind in ("trainjob", "jobset"):
         for count in (1, 2):
-            found = msgspec.to_builtins(kubernetes.manifest(job(tmp_path, count=count, image="me/it", kind=kind)))
-            spec = found["spec"]
+            manifest = msgspec.to_builtins(kubernetes.manifest(job(tmp_path, count=count, image="me/it", kind=kind)))
+            spec = manifest["spec"]
             if kind == "jobset":
                 (container,) = spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
             else:
                 container = spec["trainer"]
-            assert container["command"][5:] == ([*told, "4"] if count == 1 else told[:2]), (kind, count)
+            assert container["command"][5:] == ([*options, "4"] if count == 1 else options[:2]), (kind, count)
     assert "RUN.toml --train.steps 10 --train.ranks 1\n" in slurm.script(job(tmp_path, count=1, ranks_per_node=1))
     for several in ({"count": 2, "ranks_per_node": 1}, {"count": 1}):
         assert "--train.ranks" not in slurm.script(job(tmp_path, **several)), "srun tells each rank"
     run = tmp_path / "RUN.toml"
     run.write_text('[model]\nname = "mlp"\n[data]\nkind = "random"\n')
     assert cli(["launch", str(run), "--nodes.ranks_per_node", "3", "--dry-run"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("# 3 ranks on this machine\n")
-    assert said.endswith("--nodes.ranks_per_node 3 --train.ranks 3\n")
+    output = capsys.readouterr().out
+    assert output.startswith("# 3 ranks on this machine\n")
+    assert output.endswith("--nodes.ranks_per_node 3 --train.ranks 3\n")
 
 
 # --- Kubernetes ------------------------------------------------------------------------------------------------------
 
 
 def test_a_train_job(tmp_path: Path) -> None:
-    found = msgspec.to_builtins(kubernetes.manifest(job(tmp_path, image="me/it:1", gpus_per_rank=1, cpus_per_rank=8)))
-    assert found["spec"]["trainer"] == {
+    manifest = msgspec.to_builtins(
+        kubernetes.manifest(job(tmp_path, image="me/it:1", gpus_per_rank=1, cpus_per_rank=8))
+    )
+    assert manifest["spec"]["trainer"] == {
         "image": "me/it:1",
         "command": ["python", "-m", "meshwright.cli", "train", "RUN.toml", "--train.steps", "10"],
         "numNodes": 2,
         "numProcPerNode": 4,
         "resourcesPerNode": {"requests": {"cpu": "32"}, "limits": {"nvidia.com/gpu": "4"}},
     }
-    assert found["metadata"]["name"] == "meshwright-my-run"
-    assert found["spec"]["runtimeRef"] == {"name": "torch-distributed"}
+    assert manifest["metadata"]["name"] == "meshwright-my-run"
+    assert manifest["spec"]["runtimeRef"] == {"name": "torch-distributed"}
     with pytest.raises(LaunchError, match=r"nodes\.volume_claim: a TrainJob takes its volumes from its runtime"):
         kubernetes.manifest(job(tmp_path, image="me/it:1", volume_claim="data"))
     with pytest.raises(LaunchError, match=r"nodes\.image: no image is named"):
@@ -172,10 +174,10 @@ def test_a_train_job(tmp_path: Path) -> None:
 
 
 def test_a_job_set(tmp_path: Path) -> None:
-    found = msgspec.to_builtins(
+    manifest = msgspec.to_builtins(
         kubernetes.manifest(job(tmp_path, image="me/it:1", kind="jobset", volume_claim="data", memory_bytes=2**30))
     )
-    (ranks,) = found["spec"]["replicatedJobs"]
+    (ranks,) = manifest["spec"]["replicatedJobs"]
     spec = ranks["template"]["spec"]
     assert (spec["parallelism"], spec["completions"], spec["completionMode"]) == (2, 2, "Indexed")
     pod = spec["template"]["spec"]
@@ -189,12 +191,12 @@ def test_a_job_set(tmp_path: Path) -> None:
     assert spec["podFailurePolicy"]["rules"] == [
         {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [75]}}
     ]
-    assert found["spec"]["failurePolicy"] == {
+    assert manifest["spec"]["failurePolicy"] == {
         "maxRestarts": 3,
         "rules": [{"name": "later", "action": "RestartJobSetAndIgnoreMaxRestarts",
                    "onJobFailureReasons": ["PodFailurePolicy"]}],
     }  # fmt: skip
-    assert found["spec"]["network"] == {"enableDNSHostnames": True}
+    assert manifest["spec"]["network"] == {"enableDNSHostnames": True}
     first = meeting_of({name: str(value) for name, value in variables.items()} | {"PET_NODE_RANK": "0"}, 1.0)
     assert first is not None, "what the launcher in a pod reads"
     assert (first.num_hosts, first.ranks_per_host, first.port) == (2, 4, 29500)
@@ -206,13 +208,13 @@ def test_a_job_set(tmp_path: Path) -> None:
      (("metadata", "name"), "Not a label"), (("apiVersion",), "trainer.kubeflow.org/v2")],
 )  # fmt: skip
 def test_another_manifest_is_refused(tmp_path: Path, path: tuple[str, ...], value: Any) -> None:
-    found = msgspec.to_builtins(kubernetes.manifest(job(tmp_path, image="me/it:1")))
-    place = found
+    manifest = msgspec.to_builtins(kubernetes.manifest(job(tmp_path, image="me/it:1")))
+    place = manifest
     for key in path[:-1]:
         place = place[key]
     place[path[-1]] = value
     with pytest.raises(msgspec.ValidationError):
-        checked(found)
+        checked(manifest)
 
 
 # --- Slurm, with stand-ins for its commands --------------------------------------------------------------------------
@@ -250,7 +252,7 @@ def test_a_job_is_submitted_and_watched_to_its_end(fake_slurm: Path, tmp_path: P
         "JobState=FAILED Reason=NonZeroExitCode ExitCode=2:0",
     ]  # fmt: skip
     (fake_slurm / "states").write_text("\n".join(lines) + "\n")
-    said: list[str] = []
+    messages: list[str] = []
     this = job(tmp_path, time_limit_s=90061, partition="gpu", options=["--qos=high"], setup=["module load cuda"])
     assert slurm.submit(this) == 41
     log, waits = this.directory / "slurm-41.log", list[float]()
@@ -259,8 +261,8 @@ def test_a_job_is_submitted_and_watched_to_its_end(fake_slurm: Path, tmp_path: P
         waits.append(seconds)
         log.write_text("".join(f"line {number}\n" for number in range(len(waits))) + "half")
 
-    assert slurm.watch(this, 41, said.append, wait) == 2
-    assert said == [
+    assert slurm.watch(this, 41, messages.append, wait) == 2
+    assert messages == [
         "job 41: PENDING (Resources)", "line 0", "job 41: RUNNING", "line 1", "line 2", "job 41: PENDING (BeginTime)",
         "line 3", "job 41: FAILED (NonZeroExitCode)",
     ]  # fmt: skip

@@ -264,8 +264,8 @@ def start_on(port: int) -> str:
 
 def test_an_occupied_port_under_another_launcher(busy_port: int) -> None:
     with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as rank:
-        said = rank.submit(start_on, busy_port).result(120)
-    assert said.startswith(f"MASTER_PORT: port {busy_port} cannot be used: another program uses it\n")
+        message = rank.submit(start_on, busy_port).result(120)
+    assert message.startswith(f"MASTER_PORT: port {busy_port} cannot be used: another program uses it\n")
 
 
 @pytest.mark.parametrize(
@@ -435,14 +435,14 @@ def raise_at_once() -> None:
 
 def living(group: int) -> list[str]:
     """The processes of a process group that have not ended."""
-    found = []
+    names = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             name, _, rest = path.read_text().rpartition(")")
             state, _, its_group = rest.split()[:3]
             if int(its_group) == group and state not in "ZX":
-                found.append(name)
-    return found
+                names.append(name)
+    return names
 
 
 def test_ctrl_c_stops_all_ranks_and_keeps_the_checkpoint(tmp_path: Path) -> None:

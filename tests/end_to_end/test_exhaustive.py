@@ -26,10 +26,10 @@ def test_no_plan_is_faster_than_what_the_search_finds(seed: int) -> None:
     so that its layers are priced for this comparison only. Seed 2 has such stages too."""
     gaps = gap(seed)
     assert gaps
-    for found in gaps:
-        assert found.over <= EQUAL, found
-        assert found.chosen <= ALIKE, found
-        assert found.plans > 20
+    for search_gap in gaps:
+        assert search_gap.over <= EQUAL, search_gap
+        assert search_gap.chosen <= ALIKE, search_gap
+        assert search_gap.plans > 20
     if seed == 8:
         assert "stages of one rank and tp3" in gaps[0].ours
         assert gaps[0].equal < -0.3

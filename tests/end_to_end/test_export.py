@@ -53,8 +53,8 @@ def test_a_captured_plan_names_its_gaps_and_their_cost(capsys: pytest.CaptureFix
     assert (
         cli(["export", "plan.json", "gpt", "--to", "accelerate", *arguments[6:], "--model.layers", "2", "--json"]) == 0
     )
-    made = json.loads(capsys.readouterr().out)
-    assert made["predicted"]["step_s"] != made["planned"]["step_s"]
+    output = json.loads(capsys.readouterr().out)
+    assert output["predicted"]["step_s"] != output["planned"]["step_s"]
 
 
 def test_keys_of_the_run_file_follow_the_model(capsys: pytest.CaptureFixture[str]) -> None:

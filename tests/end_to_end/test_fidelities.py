@@ -119,9 +119,9 @@ def test_both_fidelities_rank_layouts_alike(
         sizes_s[layout_text(layout)] = min(weigh(setup, CLUSTER).step_s for setup in setups)
     print(name, {text: (round(1e3 * graph_s[text], 2), round(1e3 * sizes_s[text], 2)) for text in graph_s})
     assert kendalltau(list(graph_s.values()), list(sizes_s.values())).statistic >= agreement
-    for one, other in combinations(graph_s, 2):
-        ratios = graph_s[one] / graph_s[other], sizes_s[one] / sizes_s[other]
+    for first, second in combinations(graph_s, 2):
+        ratios = graph_s[first] / graph_s[second], sizes_s[first] / sizes_s[second]
         clear = all(max(ratio, 1 / ratio) > 1.2 for ratio in ratios)
-        assert not clear or (ratios[0] > 1) == (ratios[1] > 1), (one, other, ratios)
+        assert not clear or (ratios[0] > 1) == (ratios[1] > 1), (first, second, ratios)
     assert graph_s[min(sizes_s, key=lambda text: sizes_s[text])] <= winner * min(graph_s.values())
     assert all(0.65 < sizes_s[text] / graph_s[text] < 1.25 for text in graph_s)

@@ -46,15 +46,15 @@ def weight() -> torch.nn.Parameter:
 
 def test_the_variance_of_one_bit_adam_is_frozen() -> None:
     given = gradients()
-    found = run(OneBitAdam([weight()], RATE, BETAS, EPS, 4, DECAY), given)
-    torch.testing.assert_close(found.tolist(), by_formula(given, {0, 1, 2, 3}), rtol=1e-12, atol=0)
+    weights = run(OneBitAdam([weight()], RATE, BETAS, EPS, 4, DECAY), given)
+    torch.testing.assert_close(weights.tolist(), by_formula(given, {0, 1, 2, 3}), rtol=1e-12, atol=0)
 
 
 def test_the_variance_of_zero_one_adam_is_updated_at_growing_distances() -> None:
     """Two updates at each distance: 0, 1, then 2, 4, then 6, 10; steps from 10 on are frozen."""
     given = gradients()
-    found = run(ZeroOneAdam([weight()], RATE, BETAS, EPS, 10, DECAY, num_updates=2), given)
-    torch.testing.assert_close(found.tolist(), by_formula(given, {0, 1, 2, 4, 6}), rtol=1e-12, atol=0)
+    weights = run(ZeroOneAdam([weight()], RATE, BETAS, EPS, 10, DECAY, num_updates=2), given)
+    torch.testing.assert_close(weights.tolist(), by_formula(given, {0, 1, 2, 4, 6}), rtol=1e-12, atol=0)
 
 
 @given(st.integers(1, 20))
@@ -67,8 +67,8 @@ def test_distances_follow_the_recurrence_of_the_paper(num_updates: int) -> None:
         step += 2 ** (update // num_updates)
         if step > 5000:
             break
-    found = [step for step in range(expected[-1] + 1) if optimizer._updates_variance(group, step)]
-    assert found == expected
+    steps = [step for step in range(expected[-1] + 1) if optimizer._updates_variance(group, step)]
+    assert steps == expected
 
 
 def test_elements_without_any_gradient_before_the_freeze_do_not_change() -> None:
@@ -76,9 +76,9 @@ def test_elements_without_any_gradient_before_the_freeze_do_not_change() -> None
     given = gradients()
     for gradient in given[:4]:
         gradient[2] = 0
-    found = run(OneBitAdam([weight()], RATE, BETAS, EPS, 4), given)
-    assert found[2] == 1.0
-    assert (found[[0, 1, 3, 4]] != 1.0).all()
+    weights = run(OneBitAdam([weight()], RATE, BETAS, EPS, 4), given)
+    assert weights[2] == 1.0
+    assert (weights[[0, 1, 3, 4]] != 1.0).all()
 
 
 @pytest.mark.parametrize("options", [{"lr": -1.0}, {"betas": (1.0, 0.9)}, {"freeze_step": 0}, {"eps": float("nan")}])

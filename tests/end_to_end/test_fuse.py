@@ -45,8 +45,8 @@ def test_random_graphs_give_the_same_values(data: st.DataObject) -> None:
     reuse_memory(graph)
     given_values = [value.clone() for value in values]
     result = boxed_function(graph, {})(list(given_values))
-    for one, two in zip(plain, result, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12, equal_nan=True)
+    for plain_value, fused_value in zip(plain, result, strict=True):
+        torch.testing.assert_close(plain_value, fused_value, rtol=1e-12, atol=1e-12, equal_nan=True)
     for before, after in zip(values, given_values, strict=True):
         assert torch.equal(before, after), "an input of the step was written"
 
@@ -64,8 +64,8 @@ def test_a_copy_is_made_once() -> None:
     fuse(graph, Recomputation((), {}))
     assert _targets(graph).count(aten.reshape.default) == 3
     value = torch.rand(SHAPE, dtype=torch.float64)
-    for one, shape in zip(boxed_function(graph, {})([value]), ([16], [16], [2, 8], [16]), strict=True):
-        assert torch.equal(one, value.t().reshape(shape).exp())
+    for result, shape in zip(boxed_function(graph, {})([value]), ([16], [16], [2, 8], [16]), strict=True):
+        assert torch.equal(result, value.t().reshape(shape).exp())
 
 
 def _propagate(graph: fx.Graph, given: list[Any]) -> None:
@@ -114,9 +114,9 @@ def test_relu_writes_into_an_input_that_nobody_reads_again() -> None:
 def test_the_gradient_of_a_squared_error_writes_into_an_output_that_nobody_reads_again() -> None:
     graph = fx.Graph()
     a, target, grad = (graph.placeholder(name) for name in ("a", "target", "grad"))
-    made = graph.call_function(aten.neg.default, (a,))
-    loss = graph.call_function(aten.mse_loss.default, (made, target, 0))
-    graph.output([loss, graph.call_function(aten.mse_loss_backward.default, (grad, made, target, 1))])
+    negative = graph.call_function(aten.neg.default, (a,))
+    loss = graph.call_function(aten.mse_loss.default, (negative, target, 0))
+    graph.output([loss, graph.call_function(aten.mse_loss_backward.default, (grad, negative, target, 1))])
     _propagate(graph, [(SHAPE, torch.float64), (SHAPE, torch.float64), ((), torch.float64)])
     reuse_memory(graph)
     assert _targets(graph) == [aten.neg.default, aten.mse_loss.default, aten.mse_loss_backward.grad_input]
@@ -243,8 +243,8 @@ def test_both_gradients_of_a_convolution_are_computed_together() -> None:
     plain = boxed_function(_copy(graph), {})(list(values))
     fuse(graph, Recomputation((), {}))
     assert _targets(graph).count(aten.convolution_backward.default) == 1
-    for one, two in zip(plain, boxed_function(graph, {})(list(values)), strict=True):
-        torch.testing.assert_close(one, two)
+    for plain_value, fused_value in zip(plain, boxed_function(graph, {})(list(values)), strict=True):
+        torch.testing.assert_close(plain_value, fused_value)
 
 
 def test_the_gradient_of_a_weight_is_computed_while_that_of_the_input_travels() -> None:
@@ -279,10 +279,10 @@ def test_sums_that_are_only_returned_are_made_together() -> None:
         if node.target in (collectives.ALL_REDUCE, collectives.WAIT):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-    one, two, three = torch.rand(SHAPE), torch.rand(SHAPE), torch.rand(())
-    found = boxed_function(graph, {})([one, two, three])
-    for got, expected in zip(found, (one * 2, three, two.exp(), one * 2, -one), strict=True):
-        torch.testing.assert_close(got, expected)
+    value_a, value_b, value_c = torch.rand(SHAPE), torch.rand(SHAPE), torch.rand(())
+    results = boxed_function(graph, {})([value_a, value_b, value_c])
+    for result, expected in zip(results, (value_a * 2, value_c, value_b.exp(), value_a * 2, -value_a), strict=True):
+        torch.testing.assert_close(result, expected)
 
 
 @tries(15)
@@ -297,8 +297,8 @@ def test_the_largest_is_found_where_argmax_finds_it(data: st.DataObject) -> None
     graph.output([graph.call_function(aten.argmax.default, (graph.placeholder("a"), dim, keeps))])
     fuse(graph, Recomputation((), {}))
     assert _targets(graph) == [aten.max.dim, operator.getitem]
-    (found,) = boxed_function(graph, {})([value])
-    assert torch.equal(found, value.argmax(dim, keeps))
+    (index,) = boxed_function(graph, {})([value])
+    assert torch.equal(index, value.argmax(dim, keeps))
 
 
 def test_argmax_over_all_dims_stays() -> None:

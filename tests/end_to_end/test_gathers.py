@@ -57,7 +57,7 @@ def _product(node: fx.Node) -> bool:
     return str(node.target).startswith(("aten.mm", "aten.addmm"))
 
 
-def told(graph: fx.Graph) -> str:
+def letters_of(graph: fx.Graph) -> str:
     """Gathers that start (g) and have come (G), products (x), reductions that start (r) and have come (R)."""
     letters = ""
     for node in graph.nodes:
@@ -78,15 +78,15 @@ FORWARD = "gGgxGgxGgxGx"
 
 def test_stages_1_and_2_gather_once_and_reduce_as_backward_goes() -> None:
     for zero in (1, 2):
-        text = told(program(planned(zero)).functions["prologue"].graph)
+        text = letters_of(program(planned(zero)).functions["prologue"].graph)
         assert text == FORWARD + "xxr" + "xxRr" + "xxRr" + "xRr" + "R"
 
 
 def test_stage_3_gathers_for_forward_and_again_for_backward() -> None:
     """The first layer's weight is not needed for any gradient."""
     phases = program(planned(3)).functions
-    assert told(phases["forward"].graph) == FORWARD
-    assert told(phases["backward"].graph) == "gGgxxr" + "GgxxRr" + "GxxRr" + "xRr"
+    assert letters_of(phases["forward"].graph) == FORWARD
+    assert letters_of(phases["backward"].graph) == "gGgxxr" + "GgxxRr" + "GxxRr" + "xRr"
     waits = [node for node in phases["finish"].graph.nodes if node.target is WAIT]
     assert [node.args[0].name in phases["backward"].outputs for node in waits].count(True) == 1, "the last is left over"
 
@@ -94,8 +94,8 @@ def test_stage_3_gathers_for_forward_and_again_for_backward() -> None:
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_stage_3_keeps_no_parameter_between_forward_and_backward(microbatches: int) -> None:
     forward = program(planned(3, microbatches=microbatches)).functions["forward"].graph
-    made = next(node for node in forward.nodes if node.op == "output").args[0]
-    for node in made:
+    outputs = next(node for node in forward.nodes if node.op == "output").args[0]
+    for node in outputs:
         while node.op == "call_function" and node.target not in (GATHER_PARTS, WAIT):
             if _product(node):
                 break
@@ -112,7 +112,7 @@ def most_alive(graph: fx.Graph) -> int:
         return max([*map(place.__getitem__, node.users), *map(last, within)])
 
     spans = [(place[node], last(node)) for node in graph.nodes if node.target is GATHER_PARTS]
-    return max(sum(first <= one <= end for first, end in spans) for one in place.values())
+    return max(sum(first <= moment <= end for first, end in spans) for moment in place.values())
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
@@ -124,22 +124,22 @@ def test_stage_3_holds_two_gathered_buckets_at_most(microbatches: int) -> None:
 def test_what_is_gathered_or_reduced_again_and_again_takes_turns_in_the_same_memory() -> None:
     """What stays for the step, or for the optimizer, does not: it would stay between steps, too."""
     for zero, gathers, reductions in ((1, False, False), (2, False, True), (3, True, True)):
-        found = {GATHER_PARTS: set[bool](), REDUCE_TO_PARTS: set[bool]()}
+        reuses = {GATHER_PARTS: set[bool](), REDUCE_TO_PARTS: set[bool]()}
         for phase in program(planned(zero, microbatches=2)).functions.values():
             for node in phase.graph.nodes:
-                if node.target in found:
-                    found[node.target].add(bool(node.kwargs.get("again")))
-        assert found == {GATHER_PARTS: {gathers}, REDUCE_TO_PARTS: {reductions}}
+                if node.target in reuses:
+                    reuses[node.target].add(bool(node.kwargs.get("again")))
+        assert reuses == {GATHER_PARTS: {gathers}, REDUCE_TO_PARTS: {reductions}}
 
 
 def test_several_microbatches_share_what_stages_1_and_2_gather() -> None:
     for zero, each, once in ((1, "xxxxxxx", "rrrr"), (2, "xxr" + "xxRr" + "xxRr" + "xRr" + "R", "")):
-        found = program(planned(zero, microbatches=2))
-        assert told(found.functions["prologue"].graph) == "gGgGgGgG"
-        assert told(found.functions["forward"].graph) == "x" * LAYERS
-        assert told(found.functions["backward"].graph) == each
-        assert told(found.functions["reduce"].graph) == once
-        whole = {accumulator.parameter: accumulator.value.shape for accumulator in found.program.accumulators}
+        stage = program(planned(zero, microbatches=2))
+        assert letters_of(stage.functions["prologue"].graph) == "gGgGgGgG"
+        assert letters_of(stage.functions["forward"].graph) == "x" * LAYERS
+        assert letters_of(stage.functions["backward"].graph) == each
+        assert letters_of(stage.functions["reduce"].graph) == once
+        whole = {accumulator.parameter: accumulator.value.shape for accumulator in stage.program.accumulators}
         assert whole["layers.0.weight"] == ((8, 6) if zero == 1 else (4, 6)), "stage 2 sums up parts"
 
 
@@ -155,7 +155,7 @@ def test_a_plan_that_contradicts_itself_is_refused() -> None:
     mixed = msgspec.structs.replace(
         wrong(plan, storage={**plan.stage.storage, "layers.0.bias": {}}, released=(), gradients={}), gathers=()
     )
-    for one, message in (
+    for faulty_plan, message in (
         (
             wrong(plan, storage=whole),
             f"plan: gathers[0]: '{name}' is not flat over 'dp'\n  -> take it out of the bucket",
@@ -176,5 +176,5 @@ def test_a_plan_that_contradicts_itself_is_refused() -> None:
         ),
     ):
         with pytest.raises(PlanError) as caught:
-            check_fits(one, captured().graph)
+            check_fits(faulty_plan, captured().graph)
         assert str(caught.value).startswith(message)

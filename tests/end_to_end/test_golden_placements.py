@@ -48,12 +48,12 @@ def test_placements_and_collectives_are_those_of_alpa_or_cheaper(row: GoldenRow)
 
 @pytest.mark.parametrize("case", ["mlp6-2d", "bert2-tp", "embed-tied-2d"])
 def test_the_integer_program_proves_what_elimination_finds(case: str) -> None:
-    found = plan_row(named(case)).assigned
-    core = simplify(found.formulated.problem, widest=1)
+    assignment = plan_row(named(case)).assigned
+    core = simplify(assignment.formulated.problem, widest=1)
     assert len(core.nodes) > 1
     other = solve_core(core)
     assert other.proven
-    assert other.bound == pytest.approx(found.solution.seconds, rel=1e-6)
+    assert other.bound == pytest.approx(assignment.solution.seconds, rel=1e-6)
 
 
 def way_of(operator: Operator, letter: str) -> str:
@@ -72,8 +72,8 @@ def way_of(operator: Operator, letter: str) -> str:
 def tried(row: GoldenRow, products: list[str], *axes: str) -> dict[tuple[str, ...], float]:
     """The least seconds for every combination of ways to cut these products over the axes, of which globs match the
     names. All other choices are free."""
-    found = plan_row(row).assigned
-    formulated, barred_s = found.formulated, 100 * found.solution.seconds
+    assignment = plan_row(row).assigned
+    formulated, barred_s = assignment.formulated, 100 * assignment.solution.seconds
     problem, operators = formulated.problem, {operator.name: operator for operator in row.graph().operators}
     numbers: dict[tuple[str, str], dict[str, dict[int, set[int]]]] = {}
     for glob, axis in itertools.product(products, axes):
@@ -125,14 +125,14 @@ def test_products_are_cut_as_in_the_best_of_all_ways(
 
 def test_parameters_are_stored_as_in_the_best_of_all_ways() -> None:
     """All 12 parameters as the limits of memory allow, each under ZeRO 2 or 3. Published is ZeRO 3 for all."""
-    found = plan_row(named("mlp6-zero3")).assigned
-    problem, stored = found.formulated.problem, found.formulated.stored
+    assignment = plan_row(named("mlp6-zero3")).assigned
+    problem, stored = assignment.formulated.problem, assignment.formulated.stored
     others = [node for node in range(len(problem.nodes)) if node not in stored]
     assert all(problem.nodes[node].num_choices == 1 for node in others)  # dp divides the batch of every operator
     best = solve_by_trying(problem)
     assert best is not None
-    assert found.solution.seconds == pytest.approx(best.seconds, rel=1e-12)
-    published = list(found.solution.choices)
+    assert assignment.solution.seconds == pytest.approx(best.seconds, rel=1e-12)
+    published = list(assignment.solution.choices)
     for node, (_, ways) in stored.items():
         stage = max(way.zero for way in ways)
         published[node] = next(number for number, way in enumerate(ways) if way.zero == stage)

@@ -60,17 +60,17 @@ def test_two_hosts_train_as_one_process_and_stop_together(tmp_path: Path) -> Non
                     break
                 time.sleep(0.05)
             hosts[1].terminate()
-            said = [host.communicate(timeout=120)[0] for host in hosts]
+            outputs = [host.communicate(timeout=120)[0] for host in hosts]
         finally:
             for host in hosts:
                 host.kill()
-    assert [host.returncode for host in hosts] == [75, 75], "\n".join(said)
-    assert "starting 1 rank on each of 2 hosts, in " in said[0]
+    assert [host.returncode for host in hosts] == [75, 75], "\n".join(outputs)
+    assert "starting 1 rank on each of 2 hosts, in " in outputs[0]
     step = manifest.latest_step(directory / "checkpoints")
     api.train(small_run(tmp_path / "whole", steps=step, evaluate_every=0))
-    found, expected = losses(directory), losses(tmp_path / "whole")
-    assert [number for number, _ in found] == list(range(1, step + 1))
-    assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], rel=0, abs=1e-9)
+    run_losses, expected = losses(directory), losses(tmp_path / "whole")
+    assert [number for number, _ in run_losses] == list(range(1, step + 1))
+    assert [loss for _, loss in run_losses] == pytest.approx([loss for _, loss in expected], rel=0, abs=1e-9)
 
 
 def problem_in(place: NetworkBox, address: str, port: int) -> str:

@@ -63,7 +63,7 @@ def step_s(lower: PlanLowering, graph: Graph, cluster: mw.Cluster, layout: mw.La
     plan = plan_layout(graph, layout, world_size=layout.num_ranks, cluster=cluster, ask=ask)
     check_fits(plan, graph)
     work = step_work(lower(plan), plan, cluster, optimizer=ask.optimizer)
-    in_program = next((one.solution.seconds for one in ask.known.values()), 0.0)
+    in_program = next((assignment.solution.seconds for assignment in ask.known.values()), 0.0)
     return in_program, predict_step(work, schedule_of(plan), plan.mesh, cluster).step_s
 
 
@@ -71,9 +71,9 @@ def solved(graph: Graph, cluster: mw.Cluster, memory_bytes: float | None = None,
     return assign(graph, Mesh.of(**axes), cluster, PlanLowering(graph), memory_bytes=memory_bytes)
 
 
-def cuts(found: Assigned) -> list[object]:
+def cuts(assignment: Assigned) -> list[object]:
     """How weights are cut over tp, in order."""
-    return [places.get("tp") for name, places in found.storage.items() if name.endswith("weight")]
+    return [places.get("tp") for name, places in assignment.storage.items() if name.endswith("weight")]
 
 
 @pytest.mark.parametrize(
@@ -127,8 +127,8 @@ def test_two_products_are_cut_by_columns_then_by_rows() -> None:
 
 
 def test_a_chain_of_equal_products_is_cut_by_turns() -> None:
-    found = cuts(solved(mlp(8192, 8192, 8192, 8192, 8192), BOX, tp=8))
-    assert found in ([Shard(0), Shard(1)] * 2, [Shard(1), Shard(0)] * 2)
+    weight_cuts = cuts(solved(mlp(8192, 8192, 8192, 8192, 8192), BOX, tp=8))
+    assert weight_cuts in ([Shard(0), Shard(1)] * 2, [Shard(1), Shard(0)] * 2)
 
 
 def test_repeated_blocks_are_decided_once() -> None:
@@ -139,11 +139,11 @@ def test_repeated_blocks_are_decided_once() -> None:
 
 
 def test_forward_and_backward_split_the_same_factor() -> None:
-    graph, found = gpt(), solved(gpt(), BOXES, dp=8, tp=8)
+    graph, assignment = gpt(), solved(gpt(), BOXES, dp=8, tp=8)
     products = [operator for operator in graph.operators if operator.target.startswith("aten.mm.")]
     by_sequence: dict[tuple[str, int], set[str]] = {}
     for product in products:
-        choice = found.strategies[product.name].get("tp", "")
+        choice = assignment.strategies[product.name].get("tp", "")
         if choice in product.classes:
             by_sequence.setdefault((product.module, product.sequence), set()).add(product.classes[choice])
     assert by_sequence
@@ -152,14 +152,17 @@ def test_forward_and_backward_split_the_same_factor() -> None:
 
 def test_axes_keep_to_their_factors() -> None:
     graph = gpt()
-    found = solved(graph, BOXES, dp=4, cp=2, tp=8)
-    sequence = {name for one in graph.inputs for name in graph.tensors[one].dims[1]}
-    for one in graph.operators:
-        for axis, choice in found.strategies[one.name].items():
-            if choice not in one.classes:
+    assignment = solved(graph, BOXES, dp=4, cp=2, tp=8)
+    sequence = {name for tensor in graph.inputs for name in graph.tensors[tensor].dims[1]}
+    for operator in graph.operators:
+        for axis, choice in assignment.strategies[operator.name].items():
+            if choice not in operator.classes:
                 continue
-            batch = graph.factor_classes[one.classes[choice]].role == "batch"
-            assert {"dp": batch, "cp": one.classes[choice] in sequence, "tp": not batch}[axis], (one.name, axis)
+            batch = graph.factor_classes[operator.classes[choice]].role == "batch"
+            assert {"dp": batch, "cp": operator.classes[choice] in sequence, "tp": not batch}[axis], (
+                operator.name,
+                axis,
+            )
 
 
 def test_less_memory_costs_time_until_nothing_fits() -> None:

@@ -178,8 +178,8 @@ def test_what_a_stream_carries_is_a_part_of_its_readers_key(folder: Path) -> Non
         (folder / "t.txt").write_text(text)
         assert [row.state for row in jobs.run("runs", on="here").rows] == states
         assert value_of(Path("runs"), "read.out").decode() == text
-    found = hashes_of(Path("runs"), "read", first=True)
-    assert Path("runs/objects", found["out"][:2], found["out"]).read_text() == "a"
+    hashes = hashes_of(Path("runs"), "read", first=True)
+    assert Path("runs/objects", hashes["out"][:2], hashes["out"]).read_text() == "a"
 
 
 def test_damaged_outputs_are_made_again(folder: Path) -> None:
@@ -218,13 +218,13 @@ def test_a_damaged_object_of_a_function_that_a_stream_joins_is_made_again(folder
         "    with open(lines, 'w') as file: file.write(f'{number}')\n"
     )
     jobs = builder(folder)
-    made = jobs.function("make", "own:make", outputs={"number": "json"})
+    maker = jobs.function("make", "own:make", outputs={"number": "json"})
     jobs.command(
         "spoil", "sh", "-c", "test -e spoiled || {{ echo 2 > $(readlink -f {n}); touch spoiled; }}; touch {done}",
-        inputs={"n": made["number"]}, outputs={"done": "done.txt"},
+        inputs={"n": maker["number"]}, outputs={"done": "done.txt"},
     )  # fmt: skip
     lines = jobs.function(
-        "write", "own:write", inputs={"number": made["number"], "done": "spoil.done"}, outputs={"lines": "stream"},
+        "write", "own:write", inputs={"number": maker["number"], "done": "spoil.done"}, outputs={"lines": "stream"},
         retries=0,
     )  # fmt: skip
     jobs.command("read", "sh", "-c", "cat {lines} > {out}", inputs={"lines": lines["lines"]},
@@ -241,9 +241,9 @@ def test_workers_start_with_the_variables_of_their_vertices(folder: Path, on: Li
         "import os\n"
         "def look(before=None):\n"
         "    with open('/proc/self/environ') as file: own = file.read().split(chr(0))\n"
-        "    found = dict(one.partition('=')[::2] for one in own)\n"
-        "    same = os.environ['OMP_NUM_THREADS'] == found.get('OMP_NUM_THREADS')\n"
-        "    return [found.get('OMP_NUM_THREADS'), same, os.getpid()]\n"
+        "    variables = dict(entry.partition('=')[::2] for entry in own)\n"
+        "    same = os.environ['OMP_NUM_THREADS'] == variables.get('OMP_NUM_THREADS')\n"
+        "    return [variables.get('OMP_NUM_THREADS'), same, os.getpid()]\n"
     )
     jobs = builder(folder)
     before: dict[str, str] = {}
@@ -251,10 +251,10 @@ def test_workers_start_with_the_variables_of_their_vertices(folder: Path, on: Li
         vertex = jobs.function(name, "own:look", cpus=cpus, inputs=before, outputs={"found": "json"})
         before = {"before": vertex["found"]}
     jobs.run("runs", on=on)
-    found = [value_of(Path("runs"), f"{name}.found") for name in ("one", "two", "again")]
-    assert [one[:2] for one in found] == [["1", True], ["2", True], ["1", True]]
+    outputs = [value_of(Path("runs"), f"{name}.found") for name in ("one", "two", "again")]
+    assert [output[:2] for output in outputs] == [["1", True], ["2", True], ["1", True]]
     if on == "here":
-        assert found[0][2] == found[2][2] != found[1][2]
+        assert outputs[0][2] == outputs[2][2] != outputs[1][2]
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -329,10 +329,10 @@ def test_a_graph_whose_scheduler_was_stopped_goes_on(folder: Path, how: signal.S
         while not pid.exists() or not pid.read_text():
             time.sleep(0.01)
         process.send_signal(how)
-        _, told = process.communicate()
+        _, stderr = process.communicate()
     assert process.returncode == (130 if how == signal.SIGINT else -how)
     if how == signal.SIGINT:
-        assert "finished vertices are kept in runs/g: the same command goes on\nmeshwright: stopped\n" in told
+        assert "finished vertices are kept in runs/g: the same command goes on\nmeshwright: stopped\n" in stderr
     gone = time.monotonic() + 30  # what it had started ends with it
     while Path(f"/proc/{pid.read_text()}").exists():
         assert time.monotonic() < gone
@@ -354,13 +354,13 @@ def test_what_fails_each_time_is_told_with_its_last_lines(folder: Path, capsys: 
     jobs.command("beside", "sh", "-c", "echo 1 > {y}", outputs={"y": "y.txt"})
     save(jobs.graph(), folder / "g.toml")
     assert cli(["jobs", "g.toml", "--on", "here"]) == 2
-    told = capsys.readouterr().err
-    assert "bad: exit code 3; it runs again (1 more of 2 runs)" in told
+    stderr = capsys.readouterr().err
+    assert "bad: exit code 3; it runs again (1 more of 2 runs)" in stderr
     assert (
         "meshwright: g.toml: vertices.bad: failed 2 times: exit code 3; its last lines:\n  | working\n  | no such t"
-        in told
+        in stderr
     )
-    assert re.search(r"-> its output is in \S+/work/bad/2/log; correct it and give the same command again", told)
+    assert re.search(r"-> its output is in \S+/work/bad/2/log; correct it and give the same command again", stderr)
     assert starts_in(Path("runs/g")) == {"bad": 2, "beside": 1}
     page = json.loads(Path("runs/g/jobs.json").read_text())
     assert {row["name"]: row["state"] for row in page["rows"]} == {
@@ -371,7 +371,7 @@ def test_what_fails_each_time_is_told_with_its_last_lines(folder: Path, capsys: 
 
 
 @pytest.mark.parametrize(
-    ("form", "body", "told"),
+    ("form", "body", "problem"),
     [
         ("json", "return object()", "its output 'out' is no JSON: "),
         ("arrays", "return [1]", "its output 'out' is list, not a dict of arrays: return a dict of arrays"),
@@ -382,13 +382,13 @@ def test_what_fails_each_time_is_told_with_its_last_lines(folder: Path, capsys: 
         ("json", "import sys; sys.exit(3)", "SystemExit: 3"),
     ],
 )
-def test_functions_that_fail(folder: Path, form: str, body: str, told: str) -> None:
+def test_functions_that_fail(folder: Path, form: str, body: str, problem: str) -> None:
     (folder / "own.py").write_text(f"def f(**paths):\n    {body}\n")
     jobs = builder(folder)
     jobs.function("v", "own:f", outputs={"out": form}, retries=0)
     with pytest.raises(JobError, match=r"vertices.v: failed 1 time: ") as error:
         jobs.run("runs", on="here")
-    assert told in error.value.problem
+    assert problem in error.value.problem
 
 
 def test_a_vertex_may_fail_before_it_succeeds(folder: Path) -> None:
@@ -435,8 +435,8 @@ def test_on_ray_only_what_was_lost_runs_again(folder: Path) -> None:
     with meshwright(folder, "g.toml", "--json") as process:
         until_running(directory, "v0")
         assert kill_vertex(directory, "v0", 1)
-        printed, told = process.communicate()
-    assert process.returncode == 0, told
+        printed, stderr = process.communicate()
+    assert process.returncode == 0, stderr
     record = json.loads(printed)
     lost = [event for event in events_in(directory) if isinstance(event, Failed)]
     assert [event.unit for event in lost] == ["v0"]
@@ -465,9 +465,9 @@ def test_the_example_trains_as_the_same_training_alone(folder: Path) -> None:
     trainer = api.trainer_of(run, {name: torch.as_tensor(value[:64]) for name, value in data.items()}, mw.Layout())
     trainer.load_latest(alone / "checkpoints")
     expected = {name: tensor.numpy() for name, tensor in trainer.full_state_dict().items()}
-    found = dict(np.load(io.BytesIO(value_of(runs, "train.weights"))))
-    assert list(found) == list(expected)
-    assert all(np.array_equal(found[name], expected[name]) for name in expected)
+    weights = dict(np.load(io.BytesIO(value_of(runs, "train.weights"))))
+    assert list(weights) == list(expected)
+    assert all(np.array_equal(weights[name], expected[name]) for name in expected)
 
 
 def test_the_layouts_of_the_example_run_side_by_side(folder: Path) -> None:

@@ -155,4 +155,4 @@ def test_gradients_are_the_same_if_some_blocks_are_computed_again(stage: int) ->
     (kept, sent), (again, sent_again) = (run_alone(name, each, stage, "1f1b") for each in (plan, some))
     for parameter, gradient in kept.gradients.items():
         assert torch.equal(gradient, again.gradients[parameter]), parameter  # type: ignore[arg-type]
-    assert all(torch.equal(one, other) for one, other in zip(sent, sent_again, strict=True))
+    assert all(torch.equal(tensor, other) for tensor, other in zip(sent, sent_again, strict=True))

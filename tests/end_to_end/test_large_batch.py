@@ -61,7 +61,7 @@ class Reference:
         ]
         usual = self.adapted and norm(self.w) > 0 and norm(update) > 0
         ratio = norm(self.w) / norm(update) if usual else 1.0
-        self.w = [w - lr * ratio * one for w, one in zip(self.w, update, strict=True)]
+        self.w = [w - lr * ratio * change for w, change in zip(self.w, update, strict=True)]
 
 
 def parameters_and_gradients() -> tuple[list[nn.Parameter], Iterator[list[Tensor]]]:
@@ -101,49 +101,49 @@ def test_steps_are_those_of_the_paper(
     ]
     optimizer = make(parameters, adapt_vectors=adapt_vectors, **values)
     if rule == "lamb":
-        said = {"lr": values["lr"], "eps": values["eps"], "decay": values["weight_decay"]}
-        said |= dict(zip(("beta1", "beta2"), values["betas"], strict=True))
+        settings = {"lr": values["lr"], "eps": values["eps"], "decay": values["weight_decay"]}
+        settings |= dict(zip(("beta1", "beta2"), values["betas"], strict=True))
     else:
-        said = {name: values[name] for name in ("lr", "momentum")}
-        said |= {"decay": values["weight_decay"], "coefficient": values["trust_coefficient"]}
-        said["nesterov"] = values.get("nesterov", False)
+        settings = {name: values[name] for name in ("lr", "momentum")}
+        settings |= {"decay": values["weight_decay"], "coefficient": values["trust_coefficient"]}
+        settings["nesterov"] = values.get("nesterov", False)
     for several in gradients:
-        for one, gradient, reference in zip(parameters, several, references, strict=True):
-            one.grad = gradient
-            getattr(reference, rule)(gradient.flatten().tolist(), **said)
+        for parameter, gradient, reference in zip(parameters, several, references, strict=True):
+            parameter.grad = gradient
+            getattr(reference, rule)(gradient.flatten().tolist(), **settings)
         optimizer.step()
-    for one, reference in zip(parameters, references, strict=True):
-        assert one.detach().flatten().tolist() == pytest.approx(reference.w, rel=1e-12, abs=1e-15)
+    for parameter, reference in zip(parameters, references, strict=True):
+        assert parameter.detach().flatten().tolist() == pytest.approx(reference.w, rel=1e-12, abs=1e-15)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_larc_that_never_clips_is_sgd(nesterov: bool) -> None:
-    mine, gradients = parameters_and_gradients()
-    theirs = [nn.Parameter(one.detach().clone()) for one in mine]
+    larc_parameters, gradients = parameters_and_gradients()
+    sgd_parameters = [nn.Parameter(parameter.detach().clone()) for parameter in larc_parameters]
     settings: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "nesterov": nesterov}
-    optimizers = (LARC(mine, trust_coefficient=1e9, **settings), torch.optim.SGD(theirs, **settings))
+    optimizers = (LARC(larc_parameters, trust_coefficient=1e9, **settings), torch.optim.SGD(sgd_parameters, **settings))
     for several in gradients:
-        for one, other, gradient in zip(mine, theirs, several, strict=True):
-            one.grad, other.grad = gradient.clone(), gradient.clone()
+        for parameter, other, gradient in zip(larc_parameters, sgd_parameters, several, strict=True):
+            parameter.grad, other.grad = gradient.clone(), gradient.clone()
         for optimizer in optimizers:
             optimizer.step()
-    for one, other in zip(mine, theirs, strict=True):
-        assert torch.allclose(one, other, rtol=1e-12, atol=1e-15)
+    for parameter, other in zip(larc_parameters, sgd_parameters, strict=True):
+        assert torch.allclose(parameter, other, rtol=1e-12, atol=1e-15)
 
 
 def test_lamb_that_adapts_nothing_is_adamw() -> None:
     values = torch.randn(6, dtype=torch.float64)
-    mine, theirs = nn.Parameter(values.clone()), nn.Parameter(values.clone())
+    lamb_parameter, adamw_parameter = nn.Parameter(values.clone()), nn.Parameter(values.clone())
     optimizers = (
-        LAMB([mine], lr=0.01, eps=1e-8, weight_decay=0.0, adapt_vectors=False),
-        torch.optim.AdamW([theirs], lr=0.01, weight_decay=0.0),
+        LAMB([lamb_parameter], lr=0.01, eps=1e-8, weight_decay=0.0, adapt_vectors=False),
+        torch.optim.AdamW([adamw_parameter], lr=0.01, weight_decay=0.0),
     )
     for _ in range(STEPS):
-        mine.grad = torch.randn(6, dtype=torch.float64)
-        theirs.grad = mine.grad.clone()
+        lamb_parameter.grad = torch.randn(6, dtype=torch.float64)
+        adamw_parameter.grad = lamb_parameter.grad.clone()
         for optimizer in optimizers:
             optimizer.step()
-    assert torch.allclose(mine, theirs, rtol=1e-12)
+    assert torch.allclose(lamb_parameter, adamw_parameter, rtol=1e-12)
 
 
 @pytest.mark.parametrize("make", [LARS, LARC, LAMB])
@@ -195,8 +195,8 @@ def test_bad_values_are_refused(make: Callable[[Any], torch.optim.Optimizer], me
 
 @pytest.mark.parametrize("make", [LARS, LARC, LAMB])
 def test_a_copy_still_sums_over_shards(make: Callable[..., Any]) -> None:
-    one = nn.Parameter(torch.ones(2, 2))
-    optimizer = make([one])
+    parameter = nn.Parameter(torch.ones(2, 2))
+    optimizer = make([parameter])
     asked: list[int] = []
 
     def shard_sum(parameters: Any, values: Tensor) -> Tensor:

@@ -188,7 +188,7 @@ def program_of(name: str, plan: bytes) -> tuple[Program, ...]:
 
 @cache
 def layers_of(name: str, cluster: str) -> tuple[Chain, PlanLowering]:
-    chain = chain_of(subject(name)[0], {one.name: one for one in (CPU, GPU)}[cluster], RANKS)
+    chain = chain_of(subject(name)[0], {candidate.name: candidate for candidate in (CPU, GPU)}[cluster], RANKS)
     return chain, PlanLowering(chain.graph)
 
 
@@ -204,13 +204,13 @@ def cases() -> Iterator[object]:
                 yield pytest.param(name, layout, cluster, marks=marks)
 
 
-def told(value: str | int | mw.Layout | mw.Cluster) -> str:
+def label(value: str | int | mw.Layout | mw.Cluster) -> str:
     if isinstance(value, mw.Layout):
         return layout_text(value)
     return value.name if isinstance(value, mw.Cluster) else str(value)
 
 
-@pytest.mark.parametrize(("name", "layout", "cluster"), list(cases()), ids=told)
+@pytest.mark.parametrize(("name", "layout", "cluster"), list(cases()), ids=label)
 def test_assembled_stages_cost_what_the_program_of_the_model_costs(
     name: str, layout: mw.Layout, cluster: mw.Cluster
 ) -> None:
@@ -229,12 +229,12 @@ def test_assembled_stages_cost_what_the_program_of_the_model_costs(
     text = encode_json(msgspec.structs.replace(plan, cluster="any", links={}, notes=()))
     real = step_work(program_of(name, text), plan, cluster, optimizer=ADAMW)
     schedule = schedule_of(plan)
-    expected, found = (predict_step(work, schedule, plan.mesh, cluster) for work in (real, assembled))
-    assert found.step_s == pytest.approx(expected.step_s, rel=TIMES[name])
-    assert found.compute_s == pytest.approx(expected.compute_s, rel=TIMES[name])
+    expected, estimate = (predict_step(work, schedule, plan.mesh, cluster) for work in (real, assembled))
+    assert estimate.step_s == pytest.approx(expected.step_s, rel=TIMES[name])
+    assert estimate.compute_s == pytest.approx(expected.compute_s, rel=TIMES[name])
     played = [foretell(lower, plan, cluster, work=work).played.step_s for work in (real, assembled)]
     assert played[1] == pytest.approx(played[0], rel=2 * TIMES[name])
-    peaks = [max(one.peak_bytes for one in peak_memory(work, schedule)) for work in (real, assembled)]
+    peaks = [max(rank.peak_bytes for rank in peak_memory(work, schedule)) for work in (real, assembled)]
     assert peaks[1] == pytest.approx(peaks[0], rel=max(0.1 if layout.zero else 0.0, PEAKS[name]))
 
 
@@ -254,7 +254,7 @@ SCHEDULES = [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("zb-h2", 1), ("zb-v
             if (name, cluster.name) not in {("GPT", GPU.name), ("prime batch", CPU.name)}
         ),
     ],
-    ids=told,
+    ids=label,
 )
 def test_bounds_are_below_estimates(name: str, cluster: mw.Cluster, devices: int) -> None:
     graphs = {
@@ -322,12 +322,14 @@ def test_a_shared_price_is_the_price_of_the_layout(first: mw.Layout, second: mw.
     lower, kinds = PlanLowering(chain.graph), ("F", "B", "REDUCE_GRAD")
     shared, alone = (LayerPrices(chain, GPU, lower, ADAMW, False, RANKS) for _ in "ab")
     shared.of(first)
-    found, expected = shared.of(second), alone.of(second)
+    layer_works, expected = shared.of(second), alone.of(second)
     for kind in kinds:
         # One rank has one small kernel less to run and to launch: nothing joins label counts.
         less_s = 9e-6 if second.dp == 1 else 0.0
-        assert shared.seconds(found, [kind]) == pytest.approx(alone.seconds(expected, [kind]), rel=1e-6, abs=less_s)
-    assert [fact.held.persistent_bytes for fact in found.facts] == [
+        assert shared.seconds(layer_works, [kind]) == pytest.approx(
+            alone.seconds(expected, [kind]), rel=1e-6, abs=less_s
+        )
+    assert [fact.held.persistent_bytes for fact in layer_works.facts] == [
         fact.held.persistent_bytes for fact in expected.facts
     ]
 

@@ -55,9 +55,9 @@ def ends(server: subprocess.Popen[str], tmp_path: Path) -> Ends:
     return run
 
 
-def time_of(what: str, said: str) -> float:
-    result = re.search(rf"{what} at ([\d.]+)", said)
-    assert result is not None, said
+def time_of(what: str, output: str) -> float:
+    result = re.search(rf"{what} at ([\d.]+)", output)
+    assert result is not None, output
     return float(result[1])
 
 
@@ -75,11 +75,11 @@ def test_others_end_soon_and_name_the_rank_that_is_gone(ends: Ends, communicatio
     first, left, last = ends(communication, how)
     assert left[0] == {"1": 1, "0": 0, "_exit": 7, "raise": 1}[how]
     why = "it has failed with KeyError: 'what the rank itself says'" if how == "raise" else "it has (left|ended)"
-    for code, said in (first, last):
-        assert code == 1, said
-        assert time_of("hears", said) - time_of("leaves", left[1]) < SOON_S, said
-        lines = re.findall(r"^(?:\[rank.\]: )?meshwright\.errors\.LostRankError: (.*)", said, re.MULTILINE)
-        assert re.match(rf"rank 1: ({why}|rank [02] has given up because of it)", lines[-1]), said
+    for code, output in (first, last):
+        assert code == 1, output
+        assert time_of("hears", output) - time_of("leaves", left[1]) < SOON_S, output
+        lines = re.findall(r"^(?:\[rank.\]: )?meshwright\.errors\.LostRankError: (.*)", output, re.MULTILINE)
+        assert re.match(rf"rank 1: ({why}|rank [02] has given up because of it)", lines[-1]), output
 
 
 def test_a_rank_may_end_otherwise_when_all_is_done(ends: Ends) -> None:

@@ -42,7 +42,7 @@ def regularized(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def test_micro_batches_without_a_pipeline_equal_the_whole_batch(microbatches: int) -> None:
     model = MLP((6, 8, 4)).double()
     batch = {"inputs": torch.randn(8, 6, dtype=torch.float64), "label": torch.randint(4, (8,))}
-    assert all(one.ok for one in mw.verify(model, regularized, batch, mw.Layout(microbatches=microbatches)))
+    assert all(row.ok for row in mw.verify(model, regularized, batch, mw.Layout(microbatches=microbatches)))
 
 
 # --- what would have to communicate over time ------------------------------------------------------------------------

@@ -24,11 +24,11 @@ class Branches(nn.Module):
 
     def __init__(self, other: int = 3) -> None:
         super().__init__()
-        self.one = nn.Conv2d(4, 4, 3, stride=2, padding=1)
-        self.two = nn.Conv2d(4, 4, other, stride=2, padding=other // 2)
+        self.left = nn.Conv2d(4, 4, 3, stride=2, padding=1)
+        self.right = nn.Conv2d(4, 4, other, stride=2, padding=other // 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.one(x) + self.two(x)
+        return self.left(x) + self.right(x)
 
 
 def branches(other: int = 3) -> Graph:
@@ -117,7 +117,7 @@ def test_statistics_of_each_rank_are_another_computation_that_only_the_layout_ch
     assert "own" not in norms(whole, graph)
     assert "own" in norms(own, graph)
     assert "b" not in norms(own, graph)
-    parts = [costs(graph, one, cluster)[1] for one in (own, whole)]
+    parts = [costs(graph, plan, cluster)[1] for plan in (own, whole)]
     assert parts[0].communication_s < parts[1].communication_s
 
 

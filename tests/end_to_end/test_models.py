@@ -281,9 +281,9 @@ def test_a_module_of_branches_concatenates_them() -> None:
     model = GoogLeNet(width=8, classes=3)
     first = model.get_submodule("modules_3.0")
     x = torch.randn(2, 24, 6, 6)
-    found = first(x)
-    assert found.shape == (2, (64 + 128 + 32 + 32) // 8, 6, 6)
-    torch.testing.assert_close(found[:, 8:24], first.get_submodule("three")(x))
+    output = first(x)
+    assert output.shape == (2, (64 + 128 + 32 + 32) // 8, 6, 6)
+    torch.testing.assert_close(output[:, 8:24], first.get_submodule("three")(x))
 
 
 @pytest.mark.parametrize(

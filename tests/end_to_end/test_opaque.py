@@ -86,9 +86,9 @@ def fails(model: nn.Module) -> str:
 
 def test_what_cannot_be_one_operator_is_refused() -> None:
     assert re.search(r"opaque region part: it changes its argument 0 in place", fails(marked(Writes())))
-    told = TellsLess(Tells())
-    mw.opaque(told.part)
-    assert re.search(r"opaque region part: a result that is not a tensor changes from call to call: -?\d", fails(told))
+    model = TellsLess(Tells())
+    mw.opaque(model.part)
+    assert re.search(r"opaque region part: a result that is not a tensor changes from call to call: -?\d", fails(model))
     assert "the whole model is marked" in fails(mw.opaque(Model(Halving())))
 
 

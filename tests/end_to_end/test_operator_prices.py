@@ -38,8 +38,8 @@ def gpt() -> Graph:
 
 def communicated(nodes: list[Node]) -> Counter[tuple[str, str, int]]:
     """Collectives within operators, by kind, axis and bytes."""
-    every = [one for node in nodes for one in (*([node.starts] if node.starts else ()), *node.inside)]
-    return Counter((one.kind, one.axis, one.bytes) for one in every)
+    every = [collective for node in nodes for collective in (*([node.starts] if node.starts else ()), *node.inside)]
+    return Counter((collective.kind, collective.axis, collective.bytes) for collective in every)
 
 
 @pytest.mark.parametrize("model", ["GPT", "convolutions"])
@@ -70,9 +70,9 @@ def test_operators_alone_do_what_they_do_in_the_program(model: str, microbatches
         for node in phase.nodes * (1 if phase.name in once or whole.together else microbatches)
     ]  # fmt: skip
     assert sum(node.flops for node in nodes) == pytest.approx(sum(node.flops for node in run), rel=0.01)
-    found, alone = communicated(run), communicated(nodes)
+    in_program, alone = communicated(run), communicated(nodes)
     assert alone, "some operators communicate"
-    assert not alone - found
+    assert not alone - in_program
 
 
 def test_large_convolutions_compute_their_interior_while_halos_travel_and_small_ones_do_not() -> None:

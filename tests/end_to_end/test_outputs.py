@@ -71,9 +71,9 @@ def test_statistics_of_batch_norm_are_made_without_their_kernel(ran: Ran, dtype:
     real = aten.batch_norm_update_stats.default
     with torch.utils._python_dispatch._disable_current_modes():
         expected = real(torch.zeros(2, 3, 4, 4, dtype=dtype), None, None, 0.0)
-    made = outputs_of(real, (torch.empty(2**20, 3, 2**10, 2**10, dtype=dtype), None, None, 0.0), {})
-    assert [(each.shape, each.dtype) for each in made] == [(each.shape, each.dtype) for each in expected]
-    assert all(type(each) is FakeTensor for each in made)
+    results = outputs_of(real, (torch.empty(2**20, 3, 2**10, 2**10, dtype=dtype), None, None, 0.0), {})
+    assert [(each.shape, each.dtype) for each in results] == [(each.shape, each.dtype) for each in expected]
+    assert all(type(each) is FakeTensor for each in results)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -82,16 +82,16 @@ def test_a_second_call_makes_what_running_the_operator_would(ran: Ran, name: str
     outputs_of(function, args(), kwargs)
     again = args()
     before = ran.count
-    made = outputs_of(function, again, kwargs)
+    results = outputs_of(function, again, kwargs)
     assert ran.count == before
     wanted = function(*again, **kwargs)
-    assert type(made) is type(wanted)
-    for one, other in zip(*[[x] if isinstance(x, Tensor) else x for x in (made, wanted)], strict=True):
-        assert (one is None) == (other is None)
-        if one is not None:
-            assert layout(one) == layout(other)
+    assert type(results) is type(wanted)
+    for result, other in zip(*[[x] if isinstance(x, Tensor) else x for x in (results, wanted)], strict=True):
+        assert (result is None) == (other is None)
+        if result is not None:
+            assert layout(result) == layout(other)
             given = {x.untyped_storage()._cdata for x in again if isinstance(x, Tensor)}
-            assert (one.untyped_storage()._cdata in given) == (other.untyped_storage()._cdata in given)
+            assert (result.untyped_storage()._cdata in given) == (other.untyped_storage()._cdata in given)
 
 
 def image(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -148,15 +148,15 @@ ON_META = {
     aten._softmax_backward_data.default: lambda x: (x, x, 1, x.dtype),
     aten.upsample_bilinear2d.default: lambda x: (x, [12, 16], False),
     **{
-        one: lambda x: (x,)
-        for one in (
+        function: lambda x: (x,)
+        for function in (
             aten.relu.default, aten.silu.default, aten.gelu.default, aten.tanh.default, aten.exp.default,
             aten.rsqrt.default, aten.neg.default, aten.clone.default,
         )
     },
     **{
-        one: lambda x: (x, x[:, :1])
-        for one in (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.silu_backward.default)
+        function: lambda x: (x, x[:, :1])
+        for function in (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.silu_backward.default)
     },
     aten.pow.Tensor_Scalar: lambda x: (x, 3),
     aten._softmax.default: lambda x: (x, 1, False),
@@ -179,8 +179,8 @@ ON_META = {
     aten.new_empty.default: lambda x: (x, [3, 5]),
     aten.masked_fill.Scalar: lambda x: (x, image(4, 1, 8, 10, dtype=torch.bool), 0.0),
     **{
-        one: lambda x: (x, 2)
-        for one in (
+        function: lambda x: (x, 2)
+        for function in (
             aten.add.Scalar, aten.sub.Scalar, aten.mul.Scalar, aten.div.Scalar, aten.eq.Scalar, aten.ne.Scalar,
             aten.lt.Scalar, aten.gt.Scalar, aten.clamp_min.default, aten.argmax.default, aten.max.dim,
         )
@@ -226,14 +226,14 @@ def test_what_is_found_on_the_meta_device_is_what_pytorch_finds_with_fake_tensor
         outputs._forms.cache_clear()
         args = ON_META[function](FORMS[form](dtype))
         before = ran.count
-        made = outputs_of(function, args, {})
+        results = outputs_of(function, args, {})
         assert (ran.count == before) == (dtype in (outputs._WIDE if function in outputs._NORMS else outputs._FLOATS))
         wanted = function(*args)
-        for one, other in zip(*[[x] if isinstance(x, Tensor) else x for x in (made, wanted)], strict=True):
-            assert (one is None) == (other is None), (form, dtype)
-            if one is not None:
-                assert layout(one) == layout(other), (form, dtype)
-                assert shared(one, args) == shared(other, args), (form, dtype)
+        for result, other in zip(*[[x] if isinstance(x, Tensor) else x for x in (results, wanted)], strict=True):
+            assert (result is None) == (other is None), (form, dtype)
+            if result is not None:
+                assert layout(result) == layout(other), (form, dtype)
+                assert shared(result, args) == shared(other, args), (form, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -247,11 +247,11 @@ def test_a_normalization_by_given_statistics_is_not_run_as_many_operators(
         for weight, bias in ((vectors[0], vectors[1]), (None, None)):
             args = source, weight, bias, *vectors[2:], *tail
             before = ran.count
-            made = outputs_of(aten._native_batch_norm_legit_no_training.default, args, {})
+            results = outputs_of(aten._native_batch_norm_legit_no_training.default, args, {})
             assert ran.count == before
             wanted = aten._native_batch_norm_legit_no_training.default(*args)
-            assert [layout(one) for one in made] == [layout(one) for one in wanted]
-            assert shared(made[0], args) == shared(wanted[0], args)
+            assert [layout(result) for result in results] == [layout(result) for result in wanted]
+            assert shared(results[0], args) == shared(wanted[0], args)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_a_normalization_by_given_statistics_is_not_run_as_many_operators(
 )
 def test_a_batch_norm_with_given_statistics_is_not_as_on_the_meta_device(ran: Ran, function: Any) -> None:
     args = norm_arguments(image(4, 6, 8, 10), False, 0.1, 1e-5)
-    assert [one.shape for one in outputs_of(function, args, {})] == [one.shape for one in function(*args)]
+    assert [result.shape for result in outputs_of(function, args, {})] == [result.shape for result in function(*args)]
 
 
 def test_tensors_on_several_devices_are_refused(ran: Ran) -> None:
@@ -298,10 +298,10 @@ def test_what_works_in_place_runs_each_time(ran: Ran) -> None:
 
 
 def test_a_known_value_is_no_fake_tensor_like_others(ran: Ran) -> None:
-    one, two = torch.tensor(1), torch.tensor(2)
-    assert isinstance(one, FakeTensor)
-    assert one.constant is not None
-    assert [outputs_of(aten._local_scalar_dense.default, (value,), {}) for value in (one, two)] == [1, 2]
+    first, second = torch.tensor(1), torch.tensor(2)
+    assert isinstance(first, FakeTensor)
+    assert first.constant is not None
+    assert [outputs_of(aten._local_scalar_dense.default, (value,), {}) for value in (first, second)] == [1, 2]
 
 
 def test_views_of_one_tensor_are_told_from_two_tensors(ran: Ran) -> None:

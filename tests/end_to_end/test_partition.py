@@ -127,7 +127,7 @@ def test_backward_in_two_parts_is_the_backward_bit_by_bit(model: str, stage: int
         assert bool(gradient.any()), f"the gradient of {name} is not zero"
         assert torch.equal(gradient, split.gradients[name]), name  # type: ignore[arg-type]
     assert len(sent_whole) == len(sent_split) > 0
-    assert all(torch.equal(one, other) for one, other in zip(sent_whole, sent_split, strict=True))
+    assert all(torch.equal(tensor, other) for tensor, other in zip(sent_whole, sent_split, strict=True))
 
 
 @pytest.mark.parametrize("model", ["GPT", "U-Net"])
@@ -158,7 +158,7 @@ def test_recomputation_draws_the_same_dropout_masks(recompute: str, stage: int) 
     again, sent_again = run_alone(model, plan_of(model, recompute=recompute), stage, "1f1b")
     for name, gradient in kept.gradients.items():
         assert torch.equal(gradient, again.gradients[name]), name  # type: ignore[arg-type]
-    assert all(torch.equal(one, other) for one, other in zip(sent_kept, sent_again, strict=True))
+    assert all(torch.equal(tensor, other) for tensor, other in zip(sent_kept, sent_again, strict=True))
 
 
 def kept_of(model: str, recompute: str, stage: int) -> dict[str, int]:
@@ -190,8 +190,8 @@ def test_full_recomputation_keeps_what_enters_a_block(stage: int) -> None:
     inside = {name for name in full if in_block(graph, name)}
     assert len([name for name in everything if in_block(graph, name)]) > 10
     for name in inside:
-        readers = [one for output in named(graph, name).outputs for one in graph.consumers()[output]]
-        assert any(block_of(one.module) != block_of(named(graph, name).module) for one, _ in readers), name
+        readers = [reader for output in named(graph, name).outputs for reader in graph.consumers()[output]]
+        assert any(block_of(operator.module) != block_of(named(graph, name).module) for operator, _ in readers), name
     assert (
         sum(full[name] for name in inside) < sum(size for name, size in everything.items() if in_block(graph, name)) / 3
     )

@@ -185,11 +185,11 @@ def test_pairs_are_products_whose_rows_travel() -> None:
     graph = gpt()
     plan = mw.plan(graph, load_cluster("cpu-local"), devices=2, layout=mw.Layout(tp=2, sequence_parallel=True))
     (program,) = PlanLowering(graph)(plan)
-    found = [pair for phase in program.phases for pair in pairs(phase)]
-    kinds = {(pair.backward, pair.collective.kind) for pair in found}
+    all_pairs = [pair for phase in program.phases for pair in pairs(phase)]
+    kinds = {(pair.backward, pair.collective.kind) for pair in all_pairs}
     assert kinds == {(back, kind) for back in (False, True) for kind in ("all_gather", "reduce_scatter")}
-    assert all(pair.product.product is not None and pair.collective.size == 2 for pair in found)
-    for pair in found:
+    assert all(pair.product.product is not None and pair.collective.size == 2 for pair in all_pairs)
+    for pair in all_pairs:
         m, n, k, _ = pair.product.product or Product(0, 0, 0)
         width = k if pair.collective.kind == "all_gather" else n
         assert pair.collective.bytes in (2 * m * width, 4 * m * width), "in bfloat16, or cast to float32"

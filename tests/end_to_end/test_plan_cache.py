@@ -58,17 +58,17 @@ def request_of(**changes: Any) -> SearchRequest:
 @pytest.fixture
 def searches(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
     """The graphs that were searched for. An equal search is made once for all tests, to save their time."""
-    made: list[Graph] = []
+    graphs: list[Graph] = []
 
     def counted(graph: Graph, devices: int, cluster: mw.Cluster, lowering: Any, **options: Any) -> mw.Plan:
-        made.append(graph)
+        graphs.append(graph)
         key = msgspec.msgpack.encode((graph.fingerprint, devices, cluster, options["only"]))
         if key not in FOUND:
             FOUND[key] = plan_auto(graph, devices, cluster, lowering, **options)
         return FOUND[key]
 
     monkeypatch.setattr(plans, "plan_auto", counted)
-    return made
+    return graphs
 
 
 def test_an_equal_request_is_answered_without_a_search(searches: list[Graph], caplog: pytest.LogCaptureFixture) -> None:
@@ -77,10 +77,10 @@ def test_an_equal_request_is_answered_without_a_search(searches: list[Graph], ca
         assert first == second
         assert len(searches) == 1
         path = request_of().file
-        (told,) = caplog.messages
+        (message,) = caplog.messages
         today = time.strftime("%Y-%m-%d")
-        assert told.startswith(f"the plan is from the cache: it was searched for at {today} ")
-        assert told.endswith(
+        assert message.startswith(f"the plan is from the cache: it was searched for at {today} ")
+        assert message.endswith(
             f"; to search again: `meshwright plan --fresh`, mw.plan(..., fresh=True), or remove {path}"
         )
         plan(seconds=600.0)
@@ -158,12 +158,12 @@ def test_every_source_is_part_of_the_code(tmp_path: Path, monkeypatch: pytest.Mo
     digest = plan_cache.code_digest.__wrapped__
     assert digest() == plan_cache.code_digest()
     monkeypatch.setattr(mw, "__file__", str(tmp_path / "__init__.py"))
-    found = [digest()]
+    digests = [digest()]
     for name, text in (("a.py", "x = 1"), ("a.py", "x = 2"), ("planner/b.py", "x = 2")):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-        found.append(digest())
-    assert len(set(found)) == len(found)
+        digests.append(digest())
+    assert len(set(digests)) == len(digests)
 
 
 # --- damaged ---------------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def edited(change: Callable[[dict[str, Any]], None], *, checked: bool = True) ->
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "reason"),
     [
         (lambda data: b"", "not valid JSON"),
         (lambda data: data[: len(data) // 2], "not valid JSON"),
@@ -204,27 +204,27 @@ def edited(change: Callable[[dict[str, Any]], None], *, checked: bool = True) ->
     ],
 )  # fmt: skip
 def test_a_damaged_file_is_never_trusted(
-    damage: Callable[[bytes], bytes], told: str, searches: list[Graph], caplog: pytest.LogCaptureFixture
+    damage: Callable[[bytes], bytes], reason: str, searches: list[Graph], caplog: pytest.LogCaptureFixture
 ) -> None:
-    found, path = plan(only="intra"), request_of(only="intra").file
+    expected, path = plan(only="intra"), request_of(only="intra").file
     whole = path.read_bytes()
     path.write_bytes(damage(whole))
-    assert plan(only="intra") == found
+    assert plan(only="intra") == expected
     assert len(searches) == 2
     (message,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert message.startswith(f"{path} cannot be used: ")
-    assert told in message
+    assert reason in message
     assert message.endswith("; the search starts anew")
-    assert files.load(path, KeptPlan).plan == found, "the search has replaced it"
+    assert files.load(path, KeptPlan).plan == expected, "the search has replaced it"
 
 
 # --- what is not kept ------------------------------------------------------------------------------------------------
 
 
 def test_the_plan_of_a_stopped_search_is_not_kept() -> None:
-    said: list[str] = []
+    lines: list[str] = []
     planned = mw.plan(
-        mlp(), CLUSTER, devices=2, progress=said.append, stop=lambda: any("; best so far: " in text for text in said)
+        mlp(), CLUSTER, devices=2, progress=lines.append, stop=lambda: any("; best so far: " in text for text in lines)
     )
     assert was_stopped(planned)
     assert re.search(r"\(planner\) +stopped after [\d.]+ s +[1-9]\d* of \d+ layouts were considered", planned.explain())
@@ -272,12 +272,12 @@ def test_the_oldest_plans_are_removed(searches: list[Graph], monkeypatch: pytest
 
 
 def test_a_reader_never_sees_half_a_plan(searches: list[Graph], caplog: pytest.LogCaptureFixture) -> None:
-    found, request = plan(), request_of()
+    expected, request = plan(), request_of()
     done = threading.Event()
 
     def write() -> None:
         while not done.is_set():
-            plan_cache.keep(msgspec_copy(request), found)
+            plan_cache.keep(msgspec_copy(request), expected)
 
     def msgspec_copy(given: SearchRequest) -> SearchRequest:
         return SearchRequest(**{name: getattr(given, name) for name in SearchRequest.__dataclass_fields__})
@@ -287,7 +287,7 @@ def test_a_reader_never_sees_half_a_plan(searches: list[Graph], caplog: pytest.L
         writer.start()
     try:
         for _ in range(20):
-            assert plan_cache.find(request) == found
+            assert plan_cache.find(request) == expected
     finally:
         done.set()
         for writer in writers:
@@ -303,9 +303,9 @@ def test_plan_says_that_it_comes_from_the_cache(searches: list[Graph], capsys: p
     texts: list[str] = []
     for more, count in ([], 1), ([], 1), (["--fresh"], 2), (["--json"], 2):
         assert cli([*WORDS, *more]) == 0
-        out, told = capsys.readouterr()
+        out, err = capsys.readouterr()
         assert len(searches) == count
-        assert ("the plan is from the cache: " in told) == (more != ["--fresh"] and bool(texts))
+        assert ("the plan is from the cache: " in err) == (more != ["--fresh"] and bool(texts))
         texts.append(out)
     assert texts[0] == texts[1] == texts[2]
     assert files.decode(texts[3].encode(), mw.Plan, where="output").explain() in texts[0]

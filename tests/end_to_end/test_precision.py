@@ -115,8 +115,10 @@ def test_a_cpu_without_instructions_says_which_it_lacks(
     known = {"architecture": "x86_64", "avx512_bf16": instructions}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: known)
     check_device("bfloat16", torch.device("cpu"))
-    said = "this CPU has no instructions for bfloat16 (avx512_bf16 or amx_bf16): results are right, but slower than in"
-    assert (said in caplog.text) is not instructions
+    warning = (
+        "this CPU has no instructions for bfloat16 (avx512_bf16 or amx_bf16): results are right, but slower than in"
+    )
+    assert (warning in caplog.text) is not instructions
 
 
 def test_parameters_of_other_dtypes_are_refused() -> None:

@@ -279,9 +279,9 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(ranks: Ranks, tmp_path: Path)
     for number, at in ((2, 2), (4, 2), (1, 2)):
         ranks(number, train_and_be_warned, small_run(directory, evaluate_every=3), {0: (at, signal.SIGTERM)})
     ranks(2, train, small_run(directory, evaluate_every=3))
-    found, expected = losses(directory), losses(whole)
-    assert [step for step, _ in found] == [step for step, _ in expected] == list(range(1, STEPS + 1))
-    assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], rel=0, abs=1e-9)
+    run_losses, expected = losses(directory), losses(whole)
+    assert [step for step, _ in run_losses] == [step for step, _ in expected] == list(range(1, STEPS + 1))
+    assert [loss for _, loss in run_losses] == pytest.approx([loss for _, loss in expected], rel=0, abs=1e-9)
 
 
 def auto(directory: Path, **train: Any) -> Run:
@@ -349,13 +349,13 @@ def test_restarts_wait_twice_as_long_each_time_and_at_most_a_minute(tmp_path: Pa
 
 
 def test_too_many_failures_in_a_short_time_or_in_all_are_the_end(tmp_path: Path) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     for step_s, most, words in ((1.0, STORM, f"{STORM} times within 600 s"), (1000.0, MOST, f"{MOST} times")):
-        again = Restarts(tmp_path, said.append, Clock(step_s), lambda seconds: None)
+        again = Restarts(tmp_path, messages.append, Clock(step_s), lambda seconds: None)
         for step in range(most - 1):
             assert again(failure(f"at step {step}"), tmp_path)
         assert not again(failure("at step 1000"), tmp_path)
-        assert said[-1].endswith(f"it has failed {words}, and is not started again")
+        assert messages[-1].endswith(f"it has failed {words}, and is not started again")
 
 
 def test_more_ranks_than_cores_are_warned_of(

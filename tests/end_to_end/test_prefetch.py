@@ -76,12 +76,12 @@ def test_batches_equal_those_of_the_plain_loader(
     options: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "drop_last": drop_last, "epochs": 2}
     store = Counted(samples)
     loaders = in_one_process(parts, lambda shard: PrefetchLoader(store, size, MANY, shard=shard, threads=2, **options))
-    found = [lists(loader) for loader in loaders]
+    by_rank = [lists(loader) for loader in loaders]
     for loader in loaders:
         loader.close()
-    assert [flat(pieces) for pieces in zip(*found, strict=True)] == expected
+    assert [flat(pieces) for pieces in zip(*by_rank, strict=True)] == expected
     again = [StoreLoader(store, size, shard=(index, parts), **options) for index in range(parts)]
-    assert [lists(loader) for loader in again] == found
+    assert [lists(loader) for loader in again] == by_rank
 
 
 @pytest.mark.parametrize(
@@ -288,8 +288,8 @@ def test_a_rank_that_is_asked_before_it_has_met_or_resumed_makes_the_plan_of_the
     state = whole.state_dict()
     first.meet(introductions)
     first.load_state_dict(state)
-    found: list[list[int]] = []
-    thread = threading.Thread(target=lambda: found.extend(lists(first)))
+    batches: list[list[int]] = []
+    thread = threading.Thread(target=lambda: batches.extend(lists(first)))
     thread.start()
     time.sleep(0.1)
     assert second.placement is None
@@ -297,7 +297,7 @@ def test_a_rank_that_is_asked_before_it_has_met_or_resumed_makes_the_plan_of_the
         second.load_state_dict(state)
     second.meet(introductions)
     thread.join()
-    assert found == lists(whole)
+    assert batches == lists(whole)
     assert first.placement is not None
     assert second.placement is not None
     assert np.array_equal(first.placement.owner, second.placement.owner)
@@ -354,12 +354,12 @@ def test_staging_is_bounded_and_in_order(threads: int) -> None:
 
     batches = [np.arange(begin, begin + 4) for begin in range(0, 80, 4)]
     prefetcher = Prefetcher(iter(batches), fetch, assemble, threads, 100, 10)
-    found = []
+    staged_batches = []
     while (head := prefetcher.peek()) is not None:
-        found.append(head.batch)
+        staged_batches.append(head.batch)
         prefetcher.pop()
     prefetcher.close()
-    assert found == [batch.tolist() for batch in batches]
+    assert staged_batches == [batch.tolist() for batch in batches]
     assert most <= 100
     assert prefetcher.most_held <= 100
 
@@ -382,16 +382,16 @@ def test_a_loader_that_is_closed_leaves_no_thread() -> None:
 
 
 def test_threads_that_fetch_use_one_core_each_and_others_keep_theirs() -> None:
-    before, found = torch.get_num_threads(), []
+    before, num_threads = torch.get_num_threads(), []
     torch.set_num_threads(3)
     try:
-        threads = started_alone([lambda: found.append(torch.get_num_threads())] * 2)
-        other = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        threads = started_alone([lambda: num_threads.append(torch.get_num_threads())] * 2)
+        other = threading.Thread(target=lambda: num_threads.append(torch.get_num_threads()))
         for thread in threads:
             thread.join()
         other.start()
         other.join()
-        assert found == [1, 1, 3]
+        assert num_threads == [1, 1, 3]
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
@@ -411,13 +411,13 @@ def test_a_bad_sample_is_named() -> None:
 def test_bad_samples_are_skipped_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     store = Counted(8, bad=frozenset({0, 5}))
     with PrefetchLoader(store, 4, MANY, epochs=2, skip_bad=True) as loader:
-        found = lists(loader)
+        batches = lists(loader)
         plain = StoreLoader(Counted(8, bad=frozenset({0, 5})), 4, epochs=2, skip_bad=True)
-        assert found == lists(plain)
+        assert batches == lists(plain)
         assert loader.num_bad == plain.num_bad == 4
         assert sorted(loader.bad) == ["counted/0", "counted/5"]
-    assert set(flat(found)) == {1, 2, 3, 4, 6, 7}
-    assert [len(batch) for batch in found] == [4] * 4
+    assert set(flat(batches)) == {1, 2, 3, 4, 6, 7}
+    assert [len(batch) for batch in batches] == [4] * 4
     assert caplog.text.count("skipped: counted/5: cannot be read") == 2  # once by each loader
 
 

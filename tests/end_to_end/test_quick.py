@@ -109,10 +109,12 @@ def test_where_no_layout_divides_or_fits_there_is_no_quick_answer() -> None:
 def test_the_quick_answer_comes_first_and_is_near_the_exact_one() -> None:
     run = config.make(config.REFERENCES["gpt"] | {"layout": {"plan": "auto", "cluster": "cpu-local"}}, where="run")
     answers: list[api.QuickAnswer] = []
-    said: list[int] = []
-    planned = api.plan_run(run, 2, fresh=True, quick=answers.append, progress=lambda what: said.append(len(answers)))
+    num_answers: list[int] = []
+    planned = api.plan_run(
+        run, 2, fresh=True, quick=answers.append, progress=lambda what: num_answers.append(len(answers))
+    )
     (answer,) = answers
-    assert set(said) == {1}, "before the search"
+    assert set(num_answers) == {1}, "before the search"
     assert answer.layout.num_ranks == 2
     exact = planned.plan.prediction
     assert exact is not None
@@ -142,10 +144,10 @@ def test_without_time_the_command_plans_the_quick_answer(capsys: pytest.CaptureF
     assert cli([*SEARCH, "--seconds", "1e-9", "--output", "plan.json"]) == 0
     text = capsys.readouterr()
     line = r"^quick answer, by the model's sizes: (.*): about [\d.]+ ms a step, [\d.e-]+ GiB a rank; the exact search"
-    told = re.search(line, text.err, re.MULTILINE)
-    assert told is not None
+    match = re.search(line, text.err, re.MULTILINE)
+    assert match is not None
     plan = files.load(Path("plan.json"), Plan)
-    assert told[1].startswith(f"dp{plan.layout.dp}" if plan.layout.dp > 1 else ("tp", "pp"))
+    assert match[1].startswith(f"dp{plan.layout.dp}" if plan.layout.dp > 1 else ("tp", "pp"))
     assert "stopped after 1e-09 s" in text.out
     assert cli([*SEARCH, "--json"]) == 0
     assert files.decode(capsys.readouterr().out.encode(), Plan, where="output").mesh.world_size == 2
@@ -175,9 +177,9 @@ def test_a_model_without_sizes_has_its_first_estimate_in_the_log(
     monkeypatch.setattr("meshwright.planner.time_limit.time.monotonic", lambda: now)
     clock = TimeLimit()
     with caplog.at_level(logging.INFO, "meshwright"):
-        for seconds, found in ((1.0, False), (2.5, False), (3.0, True), (4.0, False), (9.0, False), (14.0, False)):
+        for seconds, has_layout in ((1.0, False), (2.5, False), (3.0, True), (4.0, False), (9.0, False), (14.0, False)):
             now = 100.0 + seconds
-            if found:
+            if has_layout:
                 clock.note_layout("dp8", 0.25, 2.0**30)
             clock.say(f"{seconds:g}")
     best = "; best so far: dp8, 250 ms a step, 1 GiB a rank"

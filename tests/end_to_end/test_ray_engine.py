@@ -46,8 +46,8 @@ class FakeActor:
     """An actor that is told to stop, with a handle that notes it."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
-        self.stop = SimpleNamespace(remote=self.told.append)
+        self.warnings: list[str] = []
+        self.stop = SimpleNamespace(remote=self.warnings.append)
 
 
 def test_a_warning_is_passed_on_to_each_actor_once_and_outside_of_the_handler(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_a_warning_is_passed_on_to_each_actor_once_and_outside_of_the_handler(tm
             os.kill(os.getpid(), number)
         assert warnings == ["SIGUSR1"], "the other one is the same warning"
         assert ray._result(FakeRay(3), actors, [DONE, DONE], warnings, tmp_path) is DONE
-    assert [actor.told for actor in actors] == [["SIGUSR1"], ["SIGUSR1"]]
+    assert [actor.warnings for actor in actors] == [["SIGUSR1"], ["SIGUSR1"]]
 
 
 def test_a_failure_says_what_the_actor_did_and_that_rays_logs_have_its_output(tmp_path: Path) -> None:
@@ -69,11 +69,11 @@ def test_a_failure_says_what_the_actor_did_and_that_rays_logs_have_its_output(tm
     ) as caught:
         ray._result(FakeRay(), [], tasks, [], tmp_path)
     assert caught.value.doing == "at step 3"
-    said: list[str] = []
-    again = Restarts(tmp_path, said.append, wait=lambda seconds: None, output="the output is in Ray's logs")
+    messages: list[str] = []
+    again = Restarts(tmp_path, messages.append, wait=lambda seconds: None, output="the output is in Ray's logs")
     assert [again(caught.value, tmp_path) for _ in range(3)] == [True, True, False]
-    assert said[0].endswith("all ranks start again from the beginning; the output is in Ray's logs")
-    assert said[-1] == "it has failed 3 times at step 3 after the beginning, and is not started again"
+    assert messages[0].endswith("all ranks start again from the beginning; the output is in Ray's logs")
+    assert messages[-1] == "it has failed 3 times at step 3 after the beginning, and is not started again"
     Status.clear(tmp_path)
     assert Status.read(tmp_path, 1) == ""
 

@@ -59,7 +59,7 @@ def num_captures(log: pytest.LogCaptureFixture) -> int:
 
 
 @pytest.fixture(autouse=True)
-def told(caplog: pytest.LogCaptureFixture) -> None:
+def log_level(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "meshwright")
 
 

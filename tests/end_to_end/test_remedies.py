@@ -47,17 +47,17 @@ def changes(part: float, cluster: Cluster, **options: object) -> tuple[float, tu
 
 
 def test_more_devices_and_a_smaller_batch_are_named_with_their_price() -> None:
-    limit, found = changes(0.7, load_cluster(A100, 2), graph_of=gpt)
-    assert all(change.peak_bytes <= limit for change in found)
-    assert [change.sample_device_s for change in found] == sorted(change.sample_device_s for change in found)
-    (smaller,) = [change for change in found if change.text.startswith("batch_size = ")]
+    limit, remedies = changes(0.7, load_cluster(A100, 2), graph_of=gpt)
+    assert all(change.peak_bytes <= limit for change in remedies)
+    assert [change.sample_device_s for change in remedies] == sorted(change.sample_device_s for change in remedies)
+    (smaller,) = [change for change in remedies if change.text.startswith("batch_size = ")]
     size = int(smaller.text.rpartition(" ")[2])
     assert 2 <= size < BATCH
     alone = foretold(gpt(size), LAYOUT, 2)
     assert alone.peak.peak_bytes <= limit
     assert smaller.step_s == pytest.approx(alone.played.step_s, rel=0.05)
     assert smaller.sample_device_s == pytest.approx(2 * smaller.step_s / size)
-    larger = [change for change in found if change.text.endswith(" ranks)")]
+    larger = [change for change in remedies if change.text.endswith(" ranks)")]
     assert 1 <= len(larger) <= MOST_LARGER
     for change in larger:
         devices = int(change.text.rpartition("(")[2].split()[0])
@@ -67,11 +67,11 @@ def test_more_devices_and_a_smaller_batch_are_named_with_their_price() -> None:
 
 def test_a_cluster_that_is_full_offers_no_more_devices() -> None:
     full = load_cluster("cpu-local", 2)
-    _, found = changes(0.7, Cluster(name="two", num_devices=2, device=full.device, levels=full.levels))
-    assert found, "changes of the layout remain"
-    assert not [change for change in found if "ranks" in change.text or "batch_size" in change.text]
+    _, remedies = changes(0.7, Cluster(name="two", num_devices=2, device=full.device, levels=full.levels))
+    assert remedies, "changes of the layout remain"
+    assert not [change for change in remedies if "ranks" in change.text or "batch_size" in change.text]
 
 
 def test_where_no_batch_is_small_enough_none_is_named() -> None:
-    _, found = changes(0.05, load_cluster(A100, 2), graph_of=gpt)
-    assert not [change for change in found if change.text.startswith("batch_size")]
+    _, remedies = changes(0.05, load_cluster(A100, 2), graph_of=gpt)
+    assert not [change for change in remedies if change.text.startswith("batch_size")]

@@ -92,15 +92,15 @@ def test_the_planner_takes_the_fastest_of_all_allowed_rules_and_numbers(gbit: fl
             steps = 32 if rule == "local(16)" else 20
             times = simulate_replicas(consistency_of(rule), count, step, boxes(gbit), steps=steps)
             seconds[rule, count] = times.step_s
-    found = chosen(allow, gbit)
+    plan = chosen(allow, gbit)
     best = min(seconds, key=seconds.__getitem__)
-    assert (found.consistency, found.layout.consistency, found.layout.replicas) == (best[0], *best)
-    assert found.mesh.world_size == 4 // best[1]
-    note = next(note for note in found.notes if note.module == "(replicas)")
+    assert (plan.consistency, plan.layout.consistency, plan.layout.replicas) == (best[0], *best)
+    assert plan.mesh.world_size == 4 // best[1]
+    note = next(note for note in plan.notes if note.module == "(replicas)")
     assert note.split == f"{best[1]} replicas, {best[0]}"
     assert note.reason.startswith(f"{seconds[best] * 1e3:.4g} ms for as many samples as a synchronous step of ")
     assert UNKNOWN in note.reason
-    named = [other for other in found.alternatives if any(rule in other.layout for rule in allow)]
+    named = [other for other in plan.alternatives if any(rule in other.layout for rule in allow)]
     assert [other.step_s for other in named] == sorted(other.step_s for other in named)
     assert all(other.step_s >= seconds[best] for other in named)
 
@@ -165,11 +165,11 @@ def test_simulate_compares_rules(run_file: str, capsys: pytest.CaptureFixture[st
 
 
 def test_a_trace_of_replicas_is_written_for_one_rule(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    one = ["--layout.replicas", "2", "--consistency", "gossip(ring)", "--steps", "3", "--trace", "replicas.json"]
-    assert cli(["simulate", run_file, *one]) == 0
+    options = ["--layout.replicas", "2", "--consistency", "gossip(ring)", "--steps", "3", "--trace", "replicas.json"]
+    assert cli(["simulate", run_file, *options]) == 0
     assert json.loads(Path("replicas.json").read_text())["traceEvents"]
     capsys.readouterr()
-    assert cli(["simulate", run_file, *one, "--consistency", "local(2)"]) == 2
+    assert cli(["simulate", run_file, *options, "--consistency", "local(2)"]) == 2
     assert "a trace of 2 rules" in capsys.readouterr().err
 
 

@@ -246,13 +246,13 @@ def killed_once(rule: str, victim: int, at: int) -> int:
 
 @pytest.mark.parametrize("rule", RULES_THAT_GO_ON)
 def test_others_go_on_when_a_replica_dies_and_it_joins_again(rule: str, tmp_path: Path) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     steps = run_replicas(
-        killed_once, rule, 1, 4, num_replicas=3, num_ranks=1, directory=tmp_path, restarts=1, tell=said.append
+        killed_once, rule, 1, 4, num_replicas=3, num_ranks=1, directory=tmp_path, restarts=1, tell=messages.append
     )
     assert steps > 5
-    assert len(said) == 1
-    assert "replica 1 has died" in said[0]
+    assert len(messages) == 1
+    assert "replica 1 has died" in messages[0]
 
 
 def comes_too_late(rule: str, directory: str) -> tuple[int, int]:
@@ -277,23 +277,23 @@ def comes_too_late(rule: str, directory: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("rule", ["local(2)", "gossip(one-peer, push=on, staleness=any)", "easgd(0.2, mode=async)"])
 def test_a_replica_that_comes_too_late_goes_on_alone(rule: str, tmp_path: Path) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     number, steps = run_replicas(
-        comes_too_late, rule, str(tmp_path), num_replicas=2, num_ranks=1, directory=tmp_path, tell=said.append
+        comes_too_late, rule, str(tmp_path), num_replicas=2, num_ranks=1, directory=tmp_path, tell=messages.append
     )
     assert (number, steps) == (0, 7), "it has no checkpoint"
-    assert len(said) == 1, said
+    assert len(messages) == 1, messages
 
 
 def test_a_replica_that_comes_after_the_servers_have_ended(tmp_path: Path) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     number, _ = run_replicas(
         comes_too_late, "partial(majority, copies=2)", str(tmp_path), num_replicas=2, num_ranks=1, directory=tmp_path,
-        restarts=1, tell=said.append,
+        restarts=1, tell=messages.append,
     )  # fmt: skip
     assert number == 1
-    assert "the servers have ended with them" in said[1]
-    assert f"the result is that of replica 1, in {tmp_path / 'replica-1'}" in said[2]
+    assert "the servers have ended with them" in messages[1]
+    assert f"the result is that of replica 1, in {tmp_path / 'replica-1'}" in messages[2]
 
 
 # --- mistakes --------------------------------------------------------------------------------------------------------

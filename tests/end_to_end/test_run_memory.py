@@ -43,10 +43,10 @@ def test_a_search_gets_the_memory_that_copies_leave(given: float | None) -> None
         limits.append(memory_bytes)
         return DP
 
-    found = leaving_room(search, HELD, CLUSTER, 2, given)
+    plan = leaving_room(search, HELD, CLUSTER, 2, given)
     assert limits == [(given or room_of(CLUSTER, range(2))) - 3 * 2**20]
-    assert found.notes[-1].reason == "of each rank's memory, 2 MiB for copies in memory and 1 MiB for staging of saves"
-    assert found.digest == DP.digest
+    assert plan.notes[-1].reason == "of each rank's memory, 2 MiB for copies in memory and 1 MiB for staging of saves"
+    assert plan.digest == DP.digest
     assert leaving_room(search, StateCopies(), CLUSTER, 2, given) is DP
 
 

@@ -19,7 +19,7 @@ from meshwright.runtime import manifest, saving
 from meshwright.runtime.chunk_writer import ChunkFile
 from meshwright.runtime.share import Share
 from tests.distributed.pool import Ranks
-from tests.end_to_end.checkpoint_cases import a_batch, a_trainer, same, told, weights
+from tests.end_to_end.checkpoint_cases import a_batch, a_trainer, log_messages, same, weights
 
 
 class Gate:
@@ -91,7 +91,7 @@ def test_what_the_disk_refuses_is_told_and_the_next_save_tries_again(
         with pytest.raises(DiskError) as caught:
             trainer.wait_for_save()
     problem = "tensors could not be written (rank 0: No space left on device)"
-    assert told(caplog) == [
+    assert log_messages(caplog) == [
         f"{path}: {problem}; training goes on, and the next save tries again" for path in (second, third)
     ]
     assert str(caught.value) == f"{third}: {problem}\n  -> check the disk's space and permissions"
@@ -151,8 +151,8 @@ def test_ranks_agree_on_a_save_that_failed_on_one(ranks: Ranks, tmp_path: Path) 
 def exchange_notes() -> tuple[int, str]:
     board, rank = Board(), torch.distributed.get_rank()
     board.post(f"{rank}", bytes([rank]) * (2 * PIECE_BYTES + 5))
-    found = board.read(f"{1 - rank}", 1 - rank)
-    assert set(found) == {1 - rank}
+    notes = board.read(f"{1 - rank}", 1 - rank)
+    assert set(notes) == {1 - rank}
     torch.distributed.barrier()
     board.remove(f"{rank}")
     torch.distributed.barrier()
@@ -160,8 +160,8 @@ def exchange_notes() -> tuple[int, str]:
     try:
         board.read(f"{1 - rank}", 1 - rank)
     except LostRankError as error:
-        return len(found), f"{error.where}: {error.problem}"
-    return len(found), "no error"
+        return len(notes), f"{error.where}: {error.problem}"
+    return len(notes), "no error"
 
 
 def test_notes_of_any_size_are_read_until_they_are_removed(ranks: Ranks) -> None:

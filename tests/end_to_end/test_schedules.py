@@ -104,15 +104,15 @@ def test_of_a_large_schedule_the_first_ranks_and_slots_are_drawn(capsys: pytest.
 @pytest.mark.parametrize("written", ["text", "json"])
 def test_a_file_that_was_printed_is_read_again(written: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["schedule", "interleaved", "--stages", "2", "--microbatches", "4", "--chunks", "2"]
-    made = add_reduction(add_communication(build("interleaved", 2, 4, 2)))
+    schedule = add_reduction(add_communication(build("interleaved", 2, 4, 2)))
     if written == "text":
         assert cli([*arguments, "--text"]) == 0
         Path("interleaved.csv").write_text(capsys.readouterr().out)
         file = "interleaved.csv"
     else:
-        files.save(made, file := "interleaved.json")
+        files.save(schedule, file := "interleaved.json")
     assert cli(["schedule", "--file", file, "--text"]) == 0
-    assert capsys.readouterr().out == made.to_text(",")
+    assert capsys.readouterr().out == schedule.to_text(",")
     assert cli(arguments) == 0
     drawn = capsys.readouterr().out
     assert cli(["schedule", "--file", file]) == 0
@@ -124,8 +124,8 @@ def test_a_file_that_deadlocks_is_refused_with_its_cycle(capsys: pytest.CaptureF
         "0F0,0SEND_F0,0RECV_B0,0B0,0F1,0SEND_F1,0RECV_B1,0B1\n1RECV_F0,1F0,1RECV_F1,1F1,1B0,1SEND_B0,1B1,1SEND_B1\n"
     )
     assert cli(["schedule", "--file", "crossed.csv"]) == 2
-    told = (GOLDEN / "schedule_deadlock.txt").read_text(encoding="utf-8")
-    assert capsys.readouterr().err == f"meshwright: crossed.csv: {told}"
+    problem = (GOLDEN / "schedule_deadlock.txt").read_text(encoding="utf-8")
+    assert capsys.readouterr().err == f"meshwright: crossed.csv: {problem}"
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ CASES = [
     ("gpipe", 3, 5, 1), ("1f1b", 4, 6, 1), ("interleaved", 2, 4, 3), ("interleaved", 4, 10, 2), ("zb-h1", 3, 7, 1),
     ("zb-h2", 3, 7, 1), ("zb-v", 3, 7, 2), ("dualpipe-v", 4, 9, 2),
 ]  # fmt: skip
-named = pytest.mark.parametrize("arguments", CASES, ids=lambda one: f"{one[0]}-{one[1]}-{one[2]}-{one[3]}")
+named = pytest.mark.parametrize("arguments", CASES, ids=lambda case: f"{case[0]}-{case[1]}-{case[2]}-{case[3]}")
 
 
 def as_peer(schedule: Schedule) -> dict[int, list[Any]]:
@@ -178,14 +178,14 @@ def test_pytorch_reads_and_runs_what_we_write(arguments: tuple[str, int, int, in
     homes = Pipeline(num_ranks, name, num_chunks)
     schedule = add_communication(build(*arguments))
     actions = as_peer(schedule)
-    assert [[str(one) for one in row] for row in actions.values()] == [
-        [str(one) for one in row] for row in schedule.ranks
+    assert [[str(action) for action in row] for row in actions.values()] == [
+        [str(action) for action in row] for row in schedule.ranks
     ]
     assert peer._validate_schedule(actions, num_ranks, schedule.num_stages, num_microbatches) == {
         stage: homes.rank_of(stage) for stage in range(schedule.num_stages)
     }
     done = peer._simulate_comms_compute(actions, homes.rank_of, schedule.num_stages)
-    assert {rank: [one for one in row if one is not None] for rank, row in done.items()} == actions
+    assert {rank: [action for action in row if action is not None] for rank, row in done.items()} == actions
 
 
 @named
@@ -202,8 +202,8 @@ def test_we_read_and_check_what_pytorch_makes(arguments: tuple[str, int, int, in
 def test_gradients_are_reduced_where_pytorch_does(arguments: tuple[str, int, int, int]) -> None:
     schedule = build(*arguments)
     reduced = [peer._add_reduce_grad(row, arguments[2]) for row in as_peer(schedule).values()]
-    assert [[str(one) for one in row] for row in reduced] == [
-        [str(one) for one in row] for row in add_reduction(schedule).ranks
+    assert [[str(action) for action in row] for row in reduced] == [
+        [str(action) for action in row] for row in add_reduction(schedule).ranks
     ]
 
 
@@ -233,8 +233,8 @@ def theirs(kind: Any, p: int, m: int, v: int = 0) -> list[list[str]]:
         rows = [kind._calculate_single_rank_operations(state, rank) for rank in range(p)]
     else:
         rows = [row for _, row in sorted(kind._get_pipeline_order(state).items())]
-    flat = [[each for one in row if one is not None for each in one.sub_actions or (one,)] for row in rows]
-    return [[str(one) for one in row if one.is_compute_op] for row in flat]
+    flat = [[each for action in row if action is not None for each in action.sub_actions or (action,)] for row in rows]
+    return [[str(action) for action in row if action.is_compute_op] for row in flat]
 
 
 def ours(name: str, p: int, m: int, v: int = 1) -> list[list[str]]:

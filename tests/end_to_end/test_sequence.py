@@ -54,10 +54,10 @@ def exchanged(captured: builder.Capture, layout: mw.Layout) -> Counter[str]:
 
 
 def test_sequence_parallel_has_no_all_reduce_of_activations() -> None:
-    found = exchanged(gpt(), mw.Layout(tp=2, sequence_parallel=True))
+    counts = exchanged(gpt(), mw.Layout(tp=2, sequence_parallel=True))
     # of each of 2 layers' 2 blocks: one reduce-scatter forward, one backward; one all-gather forward, two backward;
     # then the gradient of positions, and the bucket of the norms' gradients
-    assert found == {"reduce_scatter": 8, "all_gather": 12 + 1, "all_reduce": 1}
+    assert counts == {"reduce_scatter": 8, "all_gather": 12 + 1, "all_reduce": 1}
 
 
 def test_context_parallel_gathers_keys_and_values() -> None:

@@ -103,9 +103,9 @@ def test_a_captured_model_answers_as_the_model(make: Callable[[], nn.Module], sh
     for _ in range(2):
         inputs = [torch.randn(1, *shape) for shape in shapes]
         expected = module(*inputs)
-        found = captured(*inputs)
-        assert found.shape == expected.shape
-        assert (found - expected).abs().max() <= TOLERANCE * max(1.0, float(expected.detach().abs().max()))
+        output = captured(*inputs)
+        assert output.shape == expected.shape
+        assert (output - expected).abs().max() <= TOLERANCE * max(1.0, float(expected.detach().abs().max()))
 
 
 def test_costs_are_those_of_the_cost_model_of_training() -> None:
@@ -193,8 +193,8 @@ def test_stations_compute_what_the_models_compute() -> None:
             for item in range(11)
         ]
     (sink,) = [log for log in logs if log.operator == "scores"]
-    found = {item: value for (item, *_), value in zip(sink.times, sink.sums, strict=True)}
-    assert [found[item] for item in range(11)] == pytest.approx(expected, abs=TOLERANCE)
+    sums = {item: value for (item, *_), value in zip(sink.times, sink.sums, strict=True)}
+    assert [sums[item] for item in range(11)] == pytest.approx(expected, abs=TOLERANCE)
     shares = {log.name: len(log.times) for log in logs if log.operator == "features"}
     assert sorted(shares.values()) == [5, 6]
     account = played(logs, workflow)
@@ -217,8 +217,8 @@ def test_messages_arrive_as_they_were_sent_and_others_are_refused() -> None:
     for header, payload in sent:
         outbox.send(header, payload)
     outbox.close()
-    came = [inbox.next(5.0) for _ in sent]
-    assert [(header, bytes(payload)) for header, payload, _ in came] == sent
+    messages = [inbox.next(5.0) for _ in sent]
+    assert [(header, bytes(payload)) for header, payload, _ in messages] == sent
     with socket.create_connection(inbox.address) as stranger:
         introduce(stranger, TOKEN)
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
@@ -255,9 +255,9 @@ def test_a_plan_runs_in_processes_beside_its_prediction(
     links = [] if why_not() else ["--links"]
     arguments = ["serve", "run", "pictures.toml", "--items", "20", "--emulate", *links, "--page", "run.html"]
     assert cli(arguments) == 0
-    said = capsys.readouterr().out
-    assert "meas/pred" in said
-    assert "Devices were emulated" in said
+    output = capsys.readouterr().out
+    assert "meas/pred" in output
+    assert "Devices were emulated" in output
     page = (tmp_path / "run.html").read_text()
     assert page.count("<polyline") == 2
     assert "meshwright serve run pictures.toml --items 20 --emulate" in page

@@ -84,12 +84,12 @@ class Split:
     def held(self, groups: dict[str, AxisGroup], whole: Tensor) -> list[int]:
         """Brute force: the elements of a rank, in its part's order; of a flat part, a range of those."""
         indices = itertools.product(*map(range, self.shape))
-        found = [int(whole[index]) for index in indices if self.holds(groups, index)]
+        elements = [int(whole[index]) for index in indices if self.holds(groups, index)]
         if self.flat:
             group = groups[self.flat]
-            each = -(-len(found) // group.size)
-            found = found[group.index * each : (group.index + 1) * each]
-        return found
+            each = -(-len(elements) // group.size)
+            elements = elements[group.index * each : (group.index + 1) * each]
+        return elements
 
 
 @st.composite
@@ -129,19 +129,19 @@ def part(split: Split, groups: dict[str, AxisGroup], whole: Tensor) -> StoredPar
 def test_chunks_are_what_a_rank_holds(split: Split) -> None:
     whole = torch.arange(math.prod(split.shape)).view(split.shape)
     for groups in split.ranks():
-        one = part(split, groups, whole)
+        stored_part = part(split, groups, whole)
         expected = split.held(groups, whole)
-        covered = torch.zeros_like(one.value, dtype=torch.int64)
-        for chunk in one.chunks:
+        covered = torch.zeros_like(stored_part.value, dtype=torch.int64)
+        for chunk in stored_part.chunks:
             source = whole
             for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
                 source = source.narrow(dim, offset, size)
-            assert torch.equal(one.view(chunk), source), "a chunk's place in the whole and in the part are one"
-            replace(one, value=covered).view(chunk).add_(1)
+            assert torch.equal(stored_part.view(chunk), source), "a chunk's place in the whole and in the part are one"
+            replace(stored_part, value=covered).view(chunk).add_(1)
         assert bool((covered.flatten()[: len(expected)] == 1).all()), "chunks cover the part, each element once"
         assert not covered.flatten()[len(expected) :].any(), "and no padding"
-        assert sorted(one.value.flatten()[: len(expected)].tolist()) == sorted(expected), "as the factors say"
-        assert not one.value.flatten()[len(expected) :].any(), "padding is 0"
+        assert sorted(stored_part.value.flatten()[: len(expected)].tolist()) == sorted(expected), "as the factors say"
+        assert not stored_part.value.flatten()[len(expected) :].any(), "padding is 0"
 
 
 @given(st.data())
@@ -155,21 +155,21 @@ def test_any_split_is_put_together_from_any_other(data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shards, "SHARED_BYTES", shared)
         for groups in saved.ranks():
-            one = part(saved, groups, whole)
-            own = shards._own_chunks.__wrapped__(tuple(one.chunks), one.replica, 4, "x")
-            stored += [(cut, one.view(cut)) for chunk in own for cut in shards.cut_chunk(chunk, 4, limit)]
+            stored_part = part(saved, groups, whole)
+            own = shards._own_chunks.__wrapped__(tuple(stored_part.chunks), stored_part.replica, 4, "x")
+            stored += [(cut, stored_part.view(cut)) for chunk in own for cut in shards.cut_chunk(chunk, 4, limit)]
     assert sum(value.numel() for _, value in stored) == whole.numel(), "replicas are written once"
     assert len({chunk.offsets for chunk, _ in stored}) == len(stored)
     assert all(value.nbytes <= max(limit, 4) for _, value in stored)
     for groups in loaded.ranks():
         expected = part(loaded, groups, whole)
-        found = replace(expected, value=torch.zeros_like(expected.value))
-        for chunk in found.chunks:
+        loaded_part = replace(expected, value=torch.zeros_like(expected.value))
+        for chunk in loaded_part.chunks:
             for source, value in stored:
                 if cut := overlap(chunk, source.offsets, source.sizes):
                     begins = [offset - first for offset, first in zip(cut.offsets, source.offsets, strict=True)]
-                    found.view(cut).copy_(shards.block(value, begins, cut.sizes))
-        assert torch.equal(found.value, expected.value)
+                    loaded_part.view(cut).copy_(shards.block(value, begins, cut.sizes))
+        assert torch.equal(loaded_part.value, expected.value)
 
 
 def test_a_fused_projection_is_three_chunks() -> None:
@@ -189,13 +189,13 @@ def test_a_range_of_elements_is_few_boxes(shape: tuple[int, ...], data: st.DataO
     whole = torch.arange(math.prod(shape)).view(shape)
     begin = data.draw(st.integers(0, whole.numel()))
     end = data.draw(st.integers(begin, whole.numel()))
-    found = []
+    elements = []
     for box in boxes_of(shape, begin, end):
         value = whole
         for dim, (start, size) in enumerate(box):
             value = value.narrow(dim, start, size)
-        found += value.flatten().tolist()
-    assert found == list(range(begin, end))
+        elements += value.flatten().tolist()
+    assert elements == list(range(begin, end))
     assert len(boxes_of(shape, begin, end)) <= max(1, 2 * len(shape) - 1)
 
 
@@ -232,8 +232,8 @@ def test_empty_and_scalar_parameters(tmp_path: Path) -> None:
         "strided": StoredPart(torch.arange(6.0).view(2, 3).t(), (3, 2), chunks_of((3, 2), {}, {})),
     }
     write(tmp_path / "data", parts)
-    found = {
+    loaded_parts = {
         name: StoredPart(nn.Parameter(torch.zeros(part.shape)), part.shape, part.chunks) for name, part in parts.items()
     }
-    read(tmp_path / "data", found)
-    assert all(torch.equal(found[name].value, part.value) for name, part in parts.items())
+    read(tmp_path / "data", loaded_parts)
+    assert all(torch.equal(loaded_parts[name].value, part.value) for name, part in parts.items())

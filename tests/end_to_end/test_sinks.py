@@ -109,11 +109,11 @@ def test_weights_and_biases_is_offline_and_a_run_keeps_its_id(tmp_path: Path, mo
 def mlflow(monkeypatch: pytest.MonkeyPatch, calls: list[Any], uri: str = "") -> None:
     def client(tracking_uri: str) -> Calls:
         calls.append(("client", tracking_uri))
-        made = SimpleNamespace(info=SimpleNamespace(run_id="the run"))
+        run = SimpleNamespace(info=SimpleNamespace(run_id="the run"))
 
         def begin(number: str, run_name: str) -> SimpleNamespace:
             calls.append(("run", number, run_name))
-            return made
+            return run
 
         return Calls(
             calls, get_experiment_by_name=lambda name: None, create_experiment=lambda name, artifact_location: "7",
@@ -153,8 +153,8 @@ def test_prometheus_has_the_newest_numbers(tmp_path: Path) -> None:
 @given(st.floats())
 def test_numbers_in_prometheus_text_are_read_back(value: float) -> None:
     text = prometheus.number(value)
-    found = float(text.replace("+Inf", "inf").replace("-Inf", "-inf"))
-    assert found == value or (math.isnan(found) and math.isnan(value))
+    number = float(text.replace("+Inf", "inf").replace("-Inf", "-inf"))
+    assert number == value or (math.isnan(number) and math.isnan(value))
 
 
 @pytest.mark.parametrize(
@@ -190,10 +190,10 @@ def test_errors_of_a_library_are_warnings(
 
 def test_ids_of_other_programs_are_checked(tmp_path: Path) -> None:
     path = tmp_path / "wandb.id"
-    made = kept_id(path)
-    assert kept_id(path) == made
+    run_id = kept_id(path)
+    assert kept_id(path) == run_id
     path.write_text("../../else")
-    assert kept_id(path) not in (made, "../../else")
+    assert kept_id(path) not in (run_id, "../../else")
 
 
 def test_all_sinks_get_the_rows_of_a_run_and_unknown_names_are_refused(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_every_operator_finds_its_inputs_in_its_stage(model: str, places: list[f
     """Made there, received from one of the two neighbours, or of the whole step (parameters, batch, prologue)."""
     graph = graph_of(model)
     divided = cut(graph, names_at(graph, places))
-    made = made_by_stage(graph, divided)
+    outputs = outputs_by_stage(graph, divided)
     producers = graph.producers()
     for operator in graph.operators:
         stage = divided.stage_of.get(operator.name)
@@ -69,9 +69,9 @@ def test_every_operator_finds_its_inputs_in_its_stage(model: str, places: list[f
             if maker is None:
                 assert name not in divided.owners or stage in divided.owners[name]
             elif not maker.prologue:
-                assert name in made[stage] or name in from_below or name in from_above, (operator.name, name)
+                assert name in outputs[stage] or name in from_below or name in from_above, (operator.name, name)
     for name in (graph.loss, *graph.metrics.values()):
-        assert producers[name].prologue or name in made[-1] or name in divided.received(divided.num_stages - 1)[0]
+        assert producers[name].prologue or name in outputs[-1] or name in divided.received(divided.num_stages - 1)[0]
 
 
 @pytest.mark.parametrize("model", SUBJECTS)
@@ -82,14 +82,14 @@ def test_values_go_up_and_gradients_down(model: str, places: list[float]) -> Non
     backward that reads them."""
     graph = graph_of(model)
     divided = cut(graph, names_at(graph, places))
-    made, producers = made_by_stage(graph, divided), graph.producers()
+    outputs, producers = outputs_by_stage(graph, divided), graph.producers()
     for stage in range(divided.num_stages):
         from_below, from_above = divided.received(stage)
         up, down = divided.sent(stage)
         assert len(set(up)) == len(up)
         assert len(set(down)) == len(down)
-        assert set(up) <= made[stage] | set(from_below)
-        assert set(down) <= made[stage] | set(from_above)
+        assert set(up) <= outputs[stage] | set(from_below)
+        assert set(down) <= outputs[stage] | set(from_above)
         assert not any(producers[name].name in divided.late for name in up)
     for operator in graph.operators:
         for name in operator.inputs:
@@ -110,17 +110,17 @@ def test_each_parameter_has_its_gradient_in_terms_of_its_owners(model: str, plac
     """Adding up the terms of all stages is all that the operators without a stage did."""
     graph = graph_of(model)
     divided = cut(graph, names_at(graph, places))
-    made, producers = made_by_stage(graph, divided), graph.producers()
+    outputs, producers = outputs_by_stage(graph, divided), graph.producers()
     left_out = {operator.name for operator in graph.operators if not operator.prologue} - divided.stage_of.keys()
     for entry in graph.gradients:
         assert entry.gradient is not None
         by_stage = divided.terms[entry.parameter]
         assert set(by_stage) <= set(divided.owners[entry.parameter])
         for stage, names in by_stage.items():
-            assert set(names) <= made[stage]
+            assert set(names) <= outputs[stage]
         if len(by_stage) == 1:
             continue
-        found, pending = [], [entry.gradient]
+        terms, pending = [], [entry.gradient]
         while pending:
             maker = producers[pending[-1]]
             if maker.name in left_out:
@@ -128,17 +128,17 @@ def test_each_parameter_has_its_gradient_in_terms_of_its_owners(model: str, plac
                 assert maker.target == "aten.add.Tensor"
                 pending[-1:] = maker.inputs
             else:
-                found.append(pending.pop())
-        assert sorted(found) == sorted(name for names in by_stage.values() for name in names)
+                terms.append(pending.pop())
+        assert sorted(terms) == sorted(name for names in by_stage.values() for name in names)
     assert not left_out, "only additions of one gradient's terms belong to no stage"
 
 
-def made_by_stage(graph: Graph, divided: Cut) -> list[set[str]]:
-    made: list[set[str]] = [set() for _ in range(divided.num_stages)]
+def outputs_by_stage(graph: Graph, divided: Cut) -> list[set[str]]:
+    outputs: list[set[str]] = [set() for _ in range(divided.num_stages)]
     for operator in graph.operators:
         if operator.name in divided.stage_of:
-            made[divided.stage_of[operator.name]].update(operator.outputs)
-    return made
+            outputs[divided.stage_of[operator.name]].update(operator.outputs)
+    return outputs
 
 
 def test_a_tied_head_has_a_term_on_both_ends() -> None:
@@ -158,7 +158,7 @@ def test_t5s_embedding_has_terms_in_three_stages_and_its_encoder_is_sent_through
     graph = graph_of("T5")
     forward = forward_operators(graph)
     firsts = [
-        next(one.name for one in forward if one.module.startswith(module))
+        next(operator.name for operator in forward if operator.module.startswith(module))
         for module in ("encoder.block.1", "decoder.block.0.layer.1", "decoder.block.1")
     ]
     divided = cut(graph, firsts)
@@ -172,7 +172,8 @@ def test_skips_of_a_unet_are_carried_through_the_stages_between() -> None:
     graph = graph_of("U-Net")
     forward = forward_operators(graph)
     firsts = [
-        next(one.name for one in forward if one.module.startswith(name)) for name in ("down.1", "down.2", "enlarge.1")
+        next(operator.name for operator in forward if operator.module.startswith(name))
+        for name in ("down.1", "down.2", "enlarge.1")
     ]
     divided = cut(graph, firsts)
     skip = next(name for name in divided.up[0] if name.startswith("down.0"))
@@ -240,7 +241,8 @@ def test_a_graph_in_which_a_value_would_go_down() -> None:
     graph = graph_of("GPT")
     forward = forward_operators(graph)
     first, second = (
-        next(one for one in forward if one.module == name) for name in ("blocks.0.mlp.up", "blocks.1.mlp.up")
+        next(operator for operator in forward if operator.module == name)
+        for name in ("blocks.0.mlp.up", "blocks.1.mlp.up")
     )
     wrong = msgspec.structs.replace(first, inputs=(*first.inputs, second.outputs[0]))
     operators = tuple(wrong if operator.name == first.name else operator for operator in graph.operators)
@@ -253,4 +255,4 @@ def test_a_graph_in_which_a_value_would_go_down() -> None:
 
 
 def boundary(forward: Sequence[Operator], module: str) -> Operator:
-    return next(one for one in forward if one.module.startswith(module))
+    return next(operator for operator in forward if operator.module.startswith(module))

@@ -21,17 +21,17 @@ class OnDevice(Tensor):
 
 def test_one_whole_tensor_at_a_time_lies_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = LocalParameters.whole
-    made: list[weakref.ref[Tensor]] = []
+    references: list[weakref.ref[Tensor]] = []
 
     def on_device(parameters: LocalParameters, name: str, value: Tensor | None) -> Tensor:
-        assert not any(one() is not None for one in made), "the tensors before it are on the CPU"
+        assert not any(reference() is not None for reference in references), "the tensors before it are on the CPU"
         result = whole(parameters, name, value).as_subclass(OnDevice)
-        made.append(weakref.ref(result))
+        references.append(weakref.ref(result))
         return result
 
     trainer = a_trainer()
     expected = {name: value.clone() for name, value in trainer.full_state_dict().items()}
     monkeypatch.setattr(LocalParameters, "whole", on_device)
     state = trainer.full_state_dict()
-    assert len(made) == len(state) == 4
+    assert len(references) == len(state) == 4
     assert all(type(value) is Tensor and torch.equal(value, expected[name]) for name, value in state.items())

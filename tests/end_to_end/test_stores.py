@@ -100,10 +100,10 @@ def test_windows_of_tokens_equal_those_of_text_in_memory(tmp_path: Path, suffix:
     path.write_bytes(npy(content) if suffix == ".npy" else content.tobytes())
     ours = StoreLoader(Tokens(path, 7), 3, seed=2, epochs=2)
     theirs = TextLoader(bytes(content.astype(np.uint8)), 7, 3, seed=2, epochs=2)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert torch.equal(mine["tokens"], other["tokens"])
-        assert torch.equal(mine["targets"], other["targets"])
-        assert mine["tokens"].dtype == torch.int64
+    for batch, other in zip(ours, theirs, strict=True):
+        assert torch.equal(batch["tokens"], other["tokens"])
+        assert torch.equal(batch["targets"], other["targets"])
+        assert batch["tokens"].dtype == torch.int64
 
 
 def test_damaged_files_of_tokens_are_refused(tmp_path: Path) -> None:
@@ -242,8 +242,8 @@ def test_batches_of_a_dataset_are_those_of_a_data_loader() -> None:
     data = TensorDataset(torch.arange(24).reshape(12, 2), torch.arange(12.0))
     theirs: Any = torch.utils.data.DataLoader(data, 4)
     with PrefetchLoader(Samples(data), 4, MANY, shuffle=False, epochs=1, threads=2) as ours:
-        for mine, other in zip(iter(ours), theirs, strict=True):
-            ours_: list[Any] = list(mine)
+        for batch, other in zip(iter(ours), theirs, strict=True):
+            ours_: list[Any] = list(batch)
             theirs_: list[Any] = list(other)
-            assert type(mine) is type(other)
+            assert type(batch) is type(other)
             assert all(torch.equal(a, b) for a, b in zip(ours_, theirs_, strict=True))

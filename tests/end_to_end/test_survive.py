@@ -33,7 +33,7 @@ from meshwright.runtime.metrics import Meter
 from meshwright.runtime.restarts import Restarts
 from meshwright.runtime.sinks import Jsonl
 from tests.distributed.pool import Ranks
-from tests.end_to_end.checkpoint_cases import a_trainer, told
+from tests.end_to_end.checkpoint_cases import a_trainer, log_messages
 
 Losses = list[tuple[int, float]]
 STEPS, EVERY = 9, 2
@@ -144,7 +144,7 @@ def test_a_run_goes_on_while_the_disk_is_full(
             fill(small_disk)
         elif step == 7:
             deadline = time.monotonic() + 60
-            while len(told(caplog)) < 2:  # the thread that saves step 6 has found the disk full
+            while len(log_messages(caplog)) < 2:  # the thread that saves step 6 has found the disk full
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
             assert checkpoints(directory) == ["step-00000002"], "the last good checkpoint stays"
@@ -154,7 +154,7 @@ def test_a_run_goes_on_while_the_disk_is_full(
         assert api.train(small_run(directory), Steps(after)).steps == STEPS
     missing = r"no space left on the disk: a checkpoint takes \d+ KiB, \d+ KiB are free, \d+ KiB are missing"
     goes_on = "; training goes on, and the next save tries again"
-    for line, step in zip(told(caplog), (4, 6), strict=True):
+    for line, step in zip(log_messages(caplog), (4, 6), strict=True):
         assert re.fullmatch(rf"{directory}/checkpoints/step-0000000{step}: {missing}{goes_on}", line)
     assert losses(directory) == losses(tmp_path / "whole")
     assert checkpoints(directory) == ["step-00000008", "step-00000009"]
@@ -171,7 +171,7 @@ def test_rows_wait_until_there_is_room(small_disk: Path, caplog: pytest.LogCaptu
         meter.finish()
     assert [row["step"] for row in rows(small_disk)] == [1, 2], "a page was left, and no half row is there"
     path = small_disk / "metrics.jsonl"
-    assert told(caplog) == [
+    assert log_messages(caplog) == [
         f"{path}: No space left on device; its rows wait until there is room",
         f"{path}: there was no room for the rows from step 3 on",
     ]
@@ -248,7 +248,7 @@ def test_a_run_whose_last_checkpoint_is_cut_off_goes_on_from_the_one_before(
     cut(next(latest.rglob(name)))
     with caplog.at_level(logging.WARNING, "meshwright"):
         assert train(small_run(directory)) == (6, STEPS)
-    assert re.fullmatch(rf"{latest}\S*: damaged: .*; the one before it is tried", told(caplog)[0])
+    assert re.fullmatch(rf"{latest}\S*: damaged: .*; the one before it is tried", log_messages(caplog)[0])
     assert losses(directory) == losses(tmp_path / "whole"), "steps 7 and 8 were made again"
     assert checkpoints(directory) == ["step-00000008", "step-00000009"]
 
@@ -259,9 +259,9 @@ def test_another_layout_takes_over(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, train, small_run(directory, dp=2, steps=3))
     assert ranks(2, train, small_run(directory, dp=1, tp=2, steps=6)) == [(3, 6), (3, 6)]
     assert train(small_run(directory)) == (6, STEPS)
-    found, expected = losses(directory), losses(tmp_path / "whole")
-    assert [step for step, _ in found] == list(range(1, STEPS + 1))
-    assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], rel=0, abs=1e-9)
+    run_losses, expected = losses(directory), losses(tmp_path / "whole")
+    assert [step for step, _ in run_losses] == list(range(1, STEPS + 1))
+    assert [loss for _, loss in run_losses] == pytest.approx([loss for _, loss in expected], rel=0, abs=1e-9)
     assert train(small_run(directory)) == (STEPS, STEPS), "a complete run has nothing to do"
 
 
@@ -319,20 +319,20 @@ def train_and_be_killed(run: Run, kills: list[tuple[int, str]]) -> tuple[int, in
 
 
 def test_a_run_survives_kills_anywhere(ranks: Ranks, tmp_path: Path) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     directory = tmp_path / "run"
     kills = [(1, "at once"), (0, "at the rename"), (1, "at the tensors")]
     done = api.run_ranks(
         train_and_be_killed, small_run(directory, dp=2, evaluate_every=0), kills, num_ranks=2, directory=directory,
-        again=Restarts(directory / "checkpoints", said.append),
+        again=Restarts(directory / "checkpoints", messages.append),
     )  # fmt: skip
     assert done[1] == STEPS
     ranks(2, train, small_run(tmp_path / "whole", dp=2, evaluate_every=0))
     assert losses(directory) == losses(tmp_path / "whole")
-    for line, (rank, _) in zip(said, kills, strict=True):
+    for line, (rank, _) in zip(messages, kills, strict=True):
         assert re.match(rf"rank {rank} was killed by SIGKILL", line)
     failed = directory / "ranks" / "failed-1"
-    assert said[0] == (
+    assert messages[0] == (
         "rank 1 was killed by SIGKILL at step 3\n"
         f"  -> all ranks start again from step 2; the output of the failed ranks is in {failed}"
     )
@@ -398,15 +398,15 @@ def restarts(directory: Path, say: Callable[[str], object]) -> Restarts:
 
 
 def test_the_third_failure_at_one_place_is_the_last(tmp_path: Path) -> None:
-    said: list[str] = []
-    again, kept = restarts(tmp_path, said.append), tmp_path / "failed-1"
+    messages: list[str] = []
+    again, kept = restarts(tmp_path, messages.append), tmp_path / "failed-1"
     assert again(failure("at step 7"), kept)
     assert again(failure("at step 7"), kept)
     assert again(failure("at step 5"), kept), "another place"
     assert not again(failure("at step 7"), kept)
     expected = f"all ranks start again from the beginning; the output of the failed ranks is in {kept}"
-    assert said[0] == f"it failed\n  -> {expected}"
-    assert said[-1] == "it has failed 3 times at step 7 after the beginning, and is not started again"
+    assert messages[0] == f"it failed\n  -> {expected}"
+    assert messages[-1] == "it has failed 3 times at step 7 after the beginning, and is not started again"
 
 
 def test_a_later_checkpoint_counts_as_progress(tmp_path: Path) -> None:

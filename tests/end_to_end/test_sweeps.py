@@ -67,14 +67,14 @@ def test_a_sweep_captures_once_and_plans_each_size(
         assert row["efficiency"] == pytest.approx(rows[0]["step_s"] / row["step_s"] / row["devices"])
         assert row["search_s"] > 0
     assert cli([*MLP, "--vary", "devices=1..4"]) == 0
-    text, told = capsys.readouterr()
+    text, stderr = capsys.readouterr()
     assert re.search(r"^devices +ms a step +samples/s +efficiency +GiB a rank +search s +layout", text)
     assert re.search(
         rf"^ +1 +{rows[0]['step_s'] * 1e3:.4g} +[\d.e+]+ +100% +[\d.e-]+ +[\d.]+ +one rank", text, re.MULTILINE
     )
     assert "strong scaling: the batch stays" in text
     assert "`meshwright bench batch-size` measures it" in text
-    assert told.count("the plan is from the cache") == 3
+    assert stderr.count("the plan is from the cache") == 3
 
 
 def test_a_size_without_a_plan_says_why_and_the_sweep_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,14 +113,14 @@ def test_ctrl_c_prints_the_rows_so_far(
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores the signal
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     assert cli([*MLP, "--vary", "devices=1..8"]) == INTERRUPTED
-    text, told = capsys.readouterr()
+    text, stderr = capsys.readouterr()
     assert re.findall(r"^ +(\d+) .* \d+% ", text, re.MULTILINE) == ["1", "2"]
     assert text.endswith("  stopped: 2 of 4 were planned\n")
-    assert told.endswith("meshwright: stopped\n")
+    assert stderr.endswith("meshwright: stopped\n")
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "problem"),
     [
         ("--vary devices=0..4", "--vary: 0 is less than 1"),
         ("--vary devices=8..4", "--vary: 8..4 runs backwards"),
@@ -148,10 +148,10 @@ def test_ctrl_c_prints_the_rows_so_far(
         ),
     ],
 )  # fmt: skip
-def test_what_contradicts_itself_is_refused(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_contradicts_itself_is_refused(words: str, problem: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli(["plan", "mlp", *words.split()]) == 2
     error = capsys.readouterr().err
-    assert told in error
+    assert problem in error
     assert "\n  -> " in error
 
 
@@ -218,10 +218,10 @@ def test_the_memory_of_one_sample_limits_it(size: int) -> None:
     least = mw.Layout(dp=dp, zero=3 if dp > 1 else 0, microbatches=size // dp, recompute="full")
     lowered = foretell(PlanLowering(graph), mw.plan(graph, CLUSTER, devices=dp, layout=least), CLUSTER).peak.peak_bytes
     plan = mw.plan(graph, CLUSTER, devices=2, layout=mw.Layout(tp=2))
-    *before, found = limits(plan, graph, memory_bytes=0.8 * lowered)
+    *before, limit = limits(plan, graph, memory_bytes=0.8 * lowered)
     assert [limit.kind for limit in before] == ["batch"] * (dp == 1)
-    assert found.kind == "memory"
-    numbers = re.match(r"one sample at a time needs about ([\d.e-]+) of ([\d.e-]+) GiB with", found.text)
+    assert limit.kind == "memory"
+    numbers = re.match(r"one sample at a time needs about ([\d.e-]+) of ([\d.e-]+) GiB with", limit.text)
     assert numbers
     assert float(numbers[1]) * 2**30 == pytest.approx(lowered, rel=0.2)
     assert float(numbers[2]) * 2**30 == pytest.approx(0.8 * lowered, rel=0.01)
@@ -235,13 +235,13 @@ def test_time_limits_it(cluster: mw.Cluster, kind: str) -> None:
     layouts = mw.Layout(dp=2), mw.Layout(pp=2)
     plans = [msgspec.structs.replace(mw.plan(graph, cluster, devices=2, layout=each), graphs=False) for each in layouts]
     alone, plan = foretell(PlanLowering(graph), plans[0], cluster), plans[1]
-    (found,) = limits(plan, graph, cluster, step_s=alone.played.step_s / 2)
-    assert found.kind == kind
-    told = re.match(r"dp2.* takes ([\d.]+) ms a step, ([\d.]+) of them to communicate", found.text)
-    assert told
-    assert float(told[1]) / 1e3 <= 1.05 * alone.played.step_s
-    (found,) = limits(plan, graph, cluster, step_s=alone.played.step_s)
-    assert found.kind == "none"
+    (limit,) = limits(plan, graph, cluster, step_s=alone.played.step_s / 2)
+    assert limit.kind == kind
+    numbers = re.match(r"dp2.* takes ([\d.]+) ms a step, ([\d.]+) of them to communicate", limit.text)
+    assert numbers
+    assert float(numbers[1]) / 1e3 <= 1.05 * alone.played.step_s
+    (limit,) = limits(plan, graph, cluster, step_s=alone.played.step_s)
+    assert limit.kind == "none"
 
 
 # --- interrupted -----------------------------------------------------------------------------------------------------
@@ -253,9 +253,9 @@ def interrupt_at(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def pressing(clock: TimeLimit, what: str) -> None:
         say(clock, what)
-        told = what + clock._best
-        if when in told and not pressed:
-            pressed.append(told)
+        message = what + clock._best
+        if when in message and not pressed:
+            pressed.append(message)
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(TimeLimit, "say", pressing)
@@ -269,22 +269,22 @@ def test_after_ctrl_c_the_best_so_far_is_planned(
     words = [*MLP, "--ranks", "4", "--layout.plan", "auto", "--output", str(path)]
     before = signal.getsignal(signal.SIGINT)
     assert cli(words) == INTERRUPTED
-    text, told = capsys.readouterr()
+    text, stderr = capsys.readouterr()
     assert re.search(r"\(planner\) +stopped after [\d.]+ s +\d+ of \d+ layouts were considered, \d+ simulated", text)
     assert re.search(r"^  predicted: [\d.]+ ms a step", text, re.MULTILINE)
-    assert "warning: planning has stopped after " in told
-    assert told.endswith("meshwright: stopped\n")
+    assert "warning: planning has stopped after " in stderr
+    assert stderr.endswith("meshwright: stopped\n")
     assert signal.getsignal(signal.SIGINT) is before
     assert was_stopped(files.load(path, mw.Plan)), "it is written"
     assert cli(words) == 0, "what was stopped is not kept as an answer"
-    text, told = capsys.readouterr()
-    assert "stopped" not in text + told
+    text, stderr = capsys.readouterr()
+    assert "stopped" not in text + stderr
 
 
 def test_ctrl_c_before_anything_was_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     interrupt_at("layout 1 of ", monkeypatch)
     words = [*MLP, "--ranks", "2", "--layout.plan", "auto", "--memory", "1KiB"]
     assert cli(words) == INTERRUPTED
-    text, told = capsys.readouterr()
+    text, stderr = capsys.readouterr()
     assert not text
-    assert re.search(r"meshwright: no layout that fits was found in [\d.e-]+ s: \d+ of \d+ were considered\n", told)
+    assert re.search(r"meshwright: no layout that fits was found in [\d.e-]+ s: \d+ of \d+ were considered\n", stderr)

@@ -119,9 +119,9 @@ def test_the_command_line_asks_for_trust(folder: Path, capsys: pytest.CaptureFix
         file.write("[model.arguments]\nin_features = 3\nout_features = 2\n")
     assert cli(["plan", "own.toml"]) == 0
     assert cli(["plan", "other.toml"]) == 2
-    said = capsys.readouterr().err
-    assert "model.factory: 'torch.nn:Linear' is code of torch.nn, which does not lie in this project's folder" in said
-    assert "-> add --trust if you trust this run file" in said
+    stderr = capsys.readouterr().err
+    assert "model.factory: 'torch.nn:Linear' is code of torch.nn, which does not lie in this project's folder" in stderr
+    assert "-> add --trust if you trust this run file" in stderr
     assert cli(["plan", "other.toml", "--trust"]) == 0
     assert os.environ[trust.TRUST] == "1"
 
@@ -210,11 +210,11 @@ def test_a_manifest_that_names_other_files_is_refused(tmp_path: Path, data: str,
     path = tmp_path / "ckpt"
     (path / "data-00000000").mkdir(parents=True)
     (tmp_path / "x").write_text("")
-    made = Manifest(
+    bad_manifest = Manifest(
         step=1, model="m", fingerprint="f", optimizer=None, torch="t", meshwright="m", data=data,
         files={name: manifest.SavedFile(num_bytes=0, sha256="")}, tensors={}, plan={},
     )  # fmt: skip
-    raw = json.loads(files.encode_json(made))
+    raw = json.loads(files.encode_json(bad_manifest))
     raw["checksum"] = manifest._checksum(raw)  # who writes a manifest can write its checksum
     (path / manifest.MANIFEST).write_text(json.dumps(raw))
     with pytest.raises(DamagedCheckpointError, match="it names a file that is not its own"):
@@ -236,23 +236,23 @@ def test_retention_follows_no_links(tmp_path: Path) -> None:
 
 def pair() -> tuple[socket.socket, socket.socket]:
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
-        one = socket.create_connection(server.getsockname())
-        other, _ = server.accept()
-    return one, other
+        client = socket.create_connection(server.getsockname())
+        accepted, _ = server.accept()
+    return client, accepted
 
 
 def test_a_connection_with_the_token_is_admitted_and_others_are_told(caplog: pytest.LogCaptureFixture) -> None:
     for given, is_ours in (("right", True), ("wrong", False), ("", False), ("right" * 9, False)):
-        one, other = pair()
-        with one, other:
+        client, accepted = pair()
+        with client, accepted:
             admitted: list[bool] = []
-            thread = threading.Thread(target=lambda: admitted.append(admit(other, "right")))  # noqa: B023
+            thread = threading.Thread(target=lambda: admitted.append(admit(accepted, "right")))  # noqa: B023
             thread.start()
             if is_ours:
-                introduce(one, given)
+                introduce(client, given)
             else:
                 with pytest.raises(LostRankError) as caught:
-                    introduce(one, given)
+                    introduce(client, given)
                 assert "it refuses the connection: its job has another token" in str(caught.value)
                 assert "set MESHWRIGHT_TOKEN to the same text everywhere" in str(caught.value)
             thread.join()
@@ -266,34 +266,34 @@ def test_a_connection_with_the_token_is_admitted_and_others_are_told(caplog: pyt
 )
 def test_strangers_are_refused(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets, "HELLO_S", 0.2)
-    one, other = pair()
-    with one, other:
-        one.sendall(sent)
-        assert not admit(other, "right")
+    client, accepted = pair()
+    with client, accepted:
+        client.sendall(sent)
+        assert not admit(accepted, "right")
 
 
 def test_tokens_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[tuple[bytes, bytes]] = []
 
-    def compare(one: bytes, other: bytes) -> bool:
-        compared.append((one, other))
+    def compare(first: bytes, second: bytes) -> bool:
+        compared.append((first, second))
         return False
 
     monkeypatch.setattr("hmac.compare_digest", compare)
     assert not sockets.same_token("a", "a")
-    one, other = pair()
-    with one, other:
-        one.sendall(b"meshwright 1\n\x01\x00a")
-        assert not admit(other, "b")
+    client, accepted = pair()
+    with client, accepted:
+        client.sendall(b"meshwright 1\n\x01\x00a")
+        assert not admit(accepted, "b")
     assert compared == [(b"a", b"a"), (b"a", b"b")]
 
 
 def test_the_processes_of_a_job_agree_on_a_random_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(trust.TOKEN, raising=False)
     store = dist.HashStore()
-    found = {trust.token(store) for _ in range(3)}
-    assert len(found) == 1
-    assert len(found.pop()) == 32
+    tokens = {trust.token(store) for _ in range(3)}
+    assert len(tokens) == 1
+    assert len(tokens.pop()) == 32
     assert trust.token(dist.HashStore()) != trust.token(store)
     with pytest.raises(LaunchError, match="environment variable MESHWRIGHT_TOKEN: is not set"):
         trust.launched_token()
@@ -308,13 +308,13 @@ def test_the_processes_of_a_job_agree_on_a_random_token(monkeypatch: pytest.Monk
 
 def listening(port: int) -> set[str]:
     """The addresses at which this machine listens at a port, as /proc writes them."""
-    found = set()
+    addresses = set()
     for name in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
             local, state = line.split()[1], line.split()[3]
             if state == "0A" and int(local.rpartition(":")[2], 16) == port:
-                found.add(local.rpartition(":")[0])
-    return found
+                addresses.add(local.rpartition(":")[0])
+    return addresses
 
 
 LOOPBACK = "0100007F"
@@ -342,12 +342,12 @@ def meeting(is_host: bool, port: int, nodes: int = 2, seconds: float = 20.0) -> 
 def test_launchers_meet_without_pickles() -> None:
     port = api.free_port()
     host, guest = meeting(True, port), meeting(False, port)
-    found = []
-    thread = threading.Thread(target=lambda: found.append(host.next_rendezvous()))
+    rendezvous = []
+    thread = threading.Thread(target=lambda: rendezvous.append(host.next_rendezvous()))
     thread.start()
     there = guest.next_rendezvous()
     thread.join()
-    (here,) = found
+    (here,) = rendezvous
     assert [(each.rank, each.world_size) for each in (here, there)] == [(0, 2), (1, 2)]
     info = there.bootstrap_store_info
     assert info is not None

@@ -79,8 +79,8 @@ def served(folder: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def address(folder: Path) -> Iterator[str]:
-    with served(folder) as found:
-        yield found
+    with served(folder) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,9 @@ class User:
         self.context.set_default_timeout(60_000)
         self.page: Page = self.context.new_page()
         self.page.on("pageerror", lambda error: self.problems.append(str(error)))
-        self.page.on("console", lambda said: self.problems.extend([said.text] * (said.type in ("error", "warning"))))
+        self.page.on(
+            "console", lambda message: self.problems.extend([message.text] * (message.type in ("error", "warning")))
+        )
         self.page.on("dialog", lambda dialog: self.problems.append(dialog.message))
         self.page.on("request", lambda request: self._sent(request.url))
         self.page.goto(address)
@@ -346,8 +348,8 @@ def test_pages_are_accessible_and_fit_the_window(browser: Browser, address: str,
             user.page.goto(user.home + path)
         if path.startswith("/run?name=first"):
             user.page.wait_for_selector("figure.ready")
-        found = axe.Axe().run(user.page).response["violations"]
-        assert [(each["id"], [node["html"] for node in each["nodes"]]) for each in found] == [], path
+        violations = axe.Axe().run(user.page).response["violations"]
+        assert [(each["id"], [node["html"] for node in each["nodes"]]) for each in violations] == [], path
         assert user.page.evaluate("() => document.documentElement.scrollWidth") <= width, path
     user.ends(refused=1)  # the run that does not exist
 
@@ -432,8 +434,8 @@ def test_static_pages_are_accessible_and_fit_the_window(
             browser, page.as_uri(), color_scheme=scheme, viewport={"width": 800, "height": 900}, bypass_csp=True
         )  # axe is run in the page
         user.page.wait_for_selector("figure.ready")
-        found = axe.Axe().run(user.page).response["violations"]
-        assert [(each["id"], [node["html"] for node in each["nodes"]]) for each in found] == [], name
+        violations = axe.Axe().run(user.page).response["violations"]
+        assert [(each["id"], [node["html"] for node in each["nodes"]]) for each in violations] == [], name
         assert user.page.evaluate("() => document.documentElement.scrollWidth") <= 800, name
         user.ends()
 
@@ -451,7 +453,7 @@ def test_a_page_of_another_site_gets_nothing(browser: Browser, address: str) -> 
     other = user.context.new_page()
     other.route("http://evil.example/*", lambda route: route.fulfill(body="<p>other</p>", content_type="text/html"))
     other.goto("http://evil.example/")
-    got = other.evaluate(
+    answers = other.evaluate(
         """async (home) => {
             const answers = [];
             for (const mode of ["cors", "no-cors"]) {
@@ -464,13 +466,13 @@ def test_a_page_of_another_site_gets_nothing(browser: Browser, address: str) -> 
         }""",
         user.home,
     )
-    assert all(answer in ("refused", "") for answer in got)
+    assert all(answer in ("refused", "") for answer in answers)
     user.context.close()
 
 
 def test_a_server_that_has_ended_is_told(browser: Browser, tmp_path: Path) -> None:
-    with served(tmp_path) as found:
-        user = User(browser, found)
+    with served(tmp_path) as url:
+        user = User(browser, url)
         user.asks()
     user.page.locator("#devices").fill("32")
     user.waits()

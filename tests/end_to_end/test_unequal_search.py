@@ -145,11 +145,11 @@ def test_assembled_unequal_stages_cost_what_the_program_of_the_model_costs(
     plan = plan_layout(graph, layout, world_size=8, cluster=cluster, ask=ask)
     text = encode_json(msgspec.structs.replace(plan, cluster="any", links={}, notes=()))
     real = step_work(program_of(tied, text), plan, cluster, optimizer=ADAMW)
-    for one, other in zip(assembled.stages, real.stages, strict=True):
-        assert (one.sent_up_bytes, one.sent_down_bytes) == (other.sent_up_bytes, other.sent_down_bytes)
+    for stage, real_stage in zip(assembled.stages, real.stages, strict=True):
+        assert (stage.sent_up_bytes, stage.sent_down_bytes) == (real_stage.sent_up_bytes, real_stage.sent_down_bytes)
     schedule = schedule_of(plan)
-    expected, found = (predict_step(work, schedule, plan.mesh, cluster) for work in (real, assembled))
-    assert found.step_s == pytest.approx(expected.step_s, rel=0.05)
+    expected, estimate = (predict_step(work, schedule, plan.mesh, cluster) for work in (real, assembled))
+    assert estimate.step_s == pytest.approx(expected.step_s, rel=0.05)
     played = [foretell(whole, plan, cluster, work=work).played.step_s for work in (real, assembled)]
     assert played[1] == pytest.approx(played[0], rel=0.08)
     peaks = [[rank.peak_bytes for rank in peak_memory(work, schedule)] for work in (real, assembled)]
@@ -274,10 +274,11 @@ def test_a_search_on_equal_boxes_that_are_given_as_members_finds_what_it_finds_w
     graph, members = gpt(6), boxes(FAST, FAST, box=box)
     levels = (box, NETWORK) if box else (NETWORK,)
     plain = Cluster(name="plain", num_devices=members.num_devices, device=FAST, levels=levels)
-    said, found = (mw.plan(graph, cluster, devices=cluster.num_devices) for cluster in (members, plain))
-    assert said.prediction is not None
-    assert found.prediction is not None
-    assert said.prediction.step_s <= found.prediction.step_s * 1.03  # cuts are searched before phases become graphs
+    member_plan, plain_plan = (mw.plan(graph, cluster, devices=cluster.num_devices) for cluster in (members, plain))
+    assert member_plan.prediction is not None
+    assert plain_plan.prediction is not None
+    # cuts are searched before phases become graphs
+    assert member_plan.prediction.step_s <= plain_plan.prediction.step_s * 1.03
 
 
 def test_equal_stages_are_cut_for_the_devices_where_they_lie() -> None:

@@ -108,16 +108,17 @@ def groups_of(plan: Plan) -> dict[str, AxisGroup]:
 
 
 def programs_of(model: str, plan: Plan) -> list[LoweredStage]:
-    one = captured(model)
+    model_capture = captured(model)
     groups = {name: group for name, group in groups_of(plan).items() if name != "pp"}
     return [
-        lower_stage(PlannedGraph(one.graph, plan), stage, groups, rules=one.rules) for stage in range(len(plan.stages))
+        lower_stage(PlannedGraph(model_capture.graph, plan), stage, groups, rules=model_capture.rules)
+        for stage in range(len(plan.stages))
     ]
 
 
 def started(graph: fx.Graph) -> Counter[tuple[str, str, int]]:
     """The collectives of a lowered graph: kind, axis, bytes of the whole vector, or of what the busiest rank gets."""
-    found: Counter[tuple[str, str, int]] = Counter()
+    counts: Counter[tuple[str, str, int]] = Counter()
     for node in graph.nodes:
         if node.op == "call_function" and node.target in KINDS:
             axis = next(
@@ -125,11 +126,11 @@ def started(graph: fx.Graph) -> Counter[tuple[str, str, int]]:
             )
             value = node.meta["val"]
             if KINDS[node.target] == "halo":
-                found["halo", str(axis), halo_bytes(node)] += 1
+                counts["halo", str(axis), halo_bytes(node)] += 1
                 continue
             largest = max(value.numel(), sum(source.meta.get("val", value).numel() for source in node.all_input_nodes))
-            found[KINDS[node.target], str(axis), largest * value.element_size()] += 1
-    return found
+            counts[KINDS[node.target], str(axis), largest * value.element_size()] += 1
+    return counts
 
 
 def halo_bytes(node: fx.Node) -> int:
@@ -196,8 +197,8 @@ def test_a_step_in_phases_has_the_collectives_that_are_lowered(model: str, layou
     for program, stage in zip(programs_of(model, plan), work.stages, strict=True):
         ran = {name: started(phase.graph) for name, phase in program.functions.items()}
         own = Counter({key: count for key, count in counted(stage.after).items() if key[1] != "pp"})
-        told = sum((counted(stage.pieces[kind]) for kind in ("F", "B", "REDUCE_GRAD")), own + counted(stage.before))
-        assert told == sum((ran[name] for name in ("prologue", "forward", "backward", "reduce", "finish")), Counter())
+        counts = sum((counted(stage.pieces[kind]) for kind in ("F", "B", "REDUCE_GRAD")), own + counted(stage.before))
+        assert counts == sum((ran[name] for name in ("prologue", "forward", "backward", "reduce", "finish")), Counter())
         if len(work.stages) > 1:
             parts = counted(stage.pieces["I"]) + counted(stage.pieces["W"])
             assert parts == ran["input"] + ran["weight"] == counted(stage.pieces["B"])
@@ -207,12 +208,12 @@ def kept_bytes(lowered: LoweredStage) -> int:
     """What the executor keeps of a micro-batch until its backward, by storage."""
     program, functions = lowered.program, lowered.functions
     late = {name for phase in ("backward", "input", "weight") for name in functions[phase].inputs}
-    received = (one.value.name for one in program.crossing(ActionKind.RECV_F))
+    received = (transfer.value.name for transfer in program.crossing(ActionKind.RECV_F))
     names = {*functions["forward"].outputs, *received} & late
     nodes = {node.name: node for phase in ("forward", "backward") for node in functions[phase].graph.nodes}
     storages = {name: nodes[name].meta["val"].untyped_storage() for name in names}
     held = (*program.parameters, *program.buffers, *program.inputs)
-    whole_step = {*(one.value for one in held), *program.slices}
+    whole_step = {*(entry.value for entry in held), *program.slices}
     given = {
         node.meta["val"].untyped_storage()._cdata
         for phase in functions.values()
@@ -277,9 +278,9 @@ def test_a_scatter_into_memory_of_its_input_moves_only_what_it_changes() -> None
 @pytest.mark.parametrize("layout", [{"dp": 2}, {"microbatches": 2}, {"dp": 2, "microbatches": 4}], ids=str)
 def test_a_divided_batch_divides_products(layout: dict[str, Any]) -> None:
     parts = layout.get("dp", 1) * layout.get("microbatches", 1)
-    (one,), (part,) = work_of("MLP").stages, work_of("MLP", **layout).stages
-    assert flops(part.pieces["F"]) == pytest.approx(flops(one.pieces["F"]) / parts, rel=0.01)
-    assert flops(part.pieces["B"]) == pytest.approx(flops(one.pieces["B"]) / parts, rel=0.02), "and sums"
+    (whole,), (part,) = work_of("MLP").stages, work_of("MLP", **layout).stages
+    assert flops(part.pieces["F"]) == pytest.approx(flops(whole.pieces["F"]) / parts, rel=0.01)
+    assert flops(part.pieces["B"]) == pytest.approx(flops(whole.pieces["B"]) / parts, rel=0.02), "and sums"
 
 
 def test_stages_share_the_flops_and_pass_the_hidden_state() -> None:
@@ -329,8 +330,8 @@ def test_ranks_that_share_by_zero_hold_half_of_more_and_more() -> None:
     size = captured("MLP").graph.num_parameters() * 4
     parts = {}
     for zero in (0, 1, 2, 3):
-        one = held("MLP", dp=2, zero=zero, microbatches=2)
-        parts[zero] = (one.parameters_bytes, one.gathered_bytes, one.gradients_bytes, one.optimizer_bytes)
+        memory = held("MLP", dp=2, zero=zero, microbatches=2)
+        parts[zero] = (memory.parameters_bytes, memory.gathered_bytes, memory.gradients_bytes, memory.optimizer_bytes)
     assert parts == {
         0: (size, 0, size, 2 * size),
         1: (size // 2, size, size, size),
@@ -350,9 +351,9 @@ def test_gathers_hide_behind_the_layers_before_on_a_gpu() -> None:
         plan, gathers=tuple(msgspec.structs.replace(gather, parameters=names) for names in layers)
     )
     (stage,) = step_work(lowered("MLP", plan), plan, GPU).stages
-    told = [(type(one).__name__, getattr(one, "blocking", True)) for one in stage.pieces["F"]]
+    kinds = [(type(piece).__name__, getattr(piece, "blocking", True)) for piece in stage.pieces["F"]]
     begun, awaited, computed = ("Communicate", False), ("Wait", True), ("Compute", True)
-    assert told[:5] == [("Communicate", True), begun, computed, awaited, begun]
+    assert kinds[:5] == [("Communicate", True), begun, computed, awaited, begun]
 
 
 def test_tensor_parallel_ranks_hold_half_of_what_is_split() -> None:
@@ -362,8 +363,8 @@ def test_tensor_parallel_ranks_hold_half_of_what_is_split() -> None:
 
 def test_the_gradients_of_tied_weights_are_joined_over_the_stages() -> None:
     for stage in work_of("GPT", pp=2, microbatches=2).stages:
-        joined = [one for one in stage.after if isinstance(one, Communicate) and one.collective == "all_reduce"]
-        assert [(one.axis, one.bytes) for one in joined] == [("pp", 64 * 32 * 4)]
+        joined = [piece for piece in stage.after if isinstance(piece, Communicate) and piece.collective == "all_reduce"]
+        assert [(piece.axis, piece.bytes) for piece in joined] == [("pp", 64 * 32 * 4)]
 
 
 def waits(stage: StageWork) -> int:
@@ -375,12 +376,12 @@ def test_collectives_hide_behind_compute_but_on_a_cpu_where_ranks_move_the_bytes
     assert waits(cpu) == 0
     assert waits(gpu) > 0
     started_before: set[str] = set()
-    for one in (*gpu.before, *gpu.pieces["F"], *gpu.pieces["B"]):
-        if isinstance(one, Communicate):
-            assert one.what not in started_before
-            started_before.add(one.what)
-        elif isinstance(one, Wait):
-            assert one.what in started_before
+    for piece in (*gpu.before, *gpu.pieces["F"], *gpu.pieces["B"]):
+        if isinstance(piece, Communicate):
+            assert piece.what not in started_before
+            started_before.add(piece.what)
+        elif isinstance(piece, Wait):
+            assert piece.what in started_before
 
 
 @pytest.mark.parametrize("model", ["GPT", "MLP"])
@@ -395,8 +396,8 @@ def test_clipping_and_a_larger_optimizer_take_longer(model: str) -> None:
 
 
 def test_two_ranks_are_faster_than_one_and_a_pipeline_pays_its_bubble() -> None:
-    one, two = step_s("MLP"), step_s("MLP", CPU_WITHOUT_LATENCY, dp=2)
-    assert one / 2.2 < two < one
+    one_rank_s, two_ranks_s = step_s("MLP"), step_s("MLP", CPU_WITHOUT_LATENCY, dp=2)
+    assert one_rank_s / 2.2 < two_ranks_s < one_rank_s
     many, few = (step_s("GPT", pp=2, microbatches=m, schedule="gpipe") for m in (4, 2))
     busy = sum(seconds(stage.pieces[kind]) for stage in work_of("GPT", pp=2, microbatches=4).stages for kind in "FB")
     assert many > 4 * busy / 2
@@ -432,7 +433,7 @@ def test_launches_bound_every_action_where_the_host_launches_ahead(model: str, l
             launches = sum(Rates(GPU.device).cost(kernel).launches for node in nodes for kernel in node.kernels)
             device_s, taken_s = (seconds(stage.pieces[kind]) for stage in (before, after))
             assert taken_s >= max(device_s, launches * launch_s) * (1 - 1e-6)
-            waits_s = sum(one.host_s for one in after.pieces[kind] if isinstance(one, Compute))
+            waits_s = sum(piece.host_s for piece in after.pieces[kind] if isinstance(piece, Compute))
             assert taken_s - waits_s == pytest.approx(device_s, rel=1e-3), "the rest is the device's"
     assert work_of(model, with_numbers(CPU, host=20.0), **layout) == work_of(model, CPU, **layout), (
         "it launches its own"
