@@ -155,7 +155,7 @@ def case(model: str, place: str, capture: Callable[[], Graph], cluster: Cluster)
     best = uniform.best()
     better, controls = uniform.better_controls()
     ratio, counts = ours / best.step_s, uniform.counts
-    said = (
+    compared = (
         f"{ratio:.4f}{f', within {ALIKE:.0%}' if SAME < ratio <= 1 + ALIKE else ''}: {layout_text(plan.layout)}; "
         f"best uniform {layout_text(best.layout)}"
     )
@@ -164,7 +164,7 @@ def case(model: str, place: str, capture: Callable[[], Graph], cluster: Cluster)
         Check(
             target=f'{model} on {place}: "auto" is no worse than the best uniform layout',
             verdict="pass" if ratio <= SAME else "undecided" if ratio <= 1 + ALIKE else "fail",
-            measured=f"{said}; simulated seconds {ours:.5f} and {best.step_s:.5f}; of {counts.total():,} uniform "
+            measured=f"{compared}; simulated seconds {ours:.5f} and {best.step_s:.5f}; of {counts.total():,} uniform "
             f"layouts {settled}; {controls} of those left out were simulated, too: {better} are better",
             passed=int(ratio <= SAME),
             total=1,
@@ -176,7 +176,7 @@ def case(model: str, place: str, capture: Callable[[], Graph], cluster: Cluster)
             Check(
                 target=f'{model} on {place} ({why}): "auto" is at least 10 % better than the best uniform layout',
                 verdict="pass" if ratio <= BETTER else "fail",
-                measured=said,
+                measured=compared,
                 passed=int(ratio <= BETTER),
                 total=1,
                 notes={"ratio": ratio},

@@ -34,11 +34,11 @@ def file(drawn: str) -> str:
 @functools.cache
 def experiment(page: str) -> dict[str, Any]:
     """The names of a page's experiment, its first Python block, after it has run in this process."""
-    found = _BLOCK.search((FOLDER / page).read_text())
-    assert found is not None, f"{page} has no experiment"
+    block = _BLOCK.search((FOLDER / page).read_text())
+    assert block is not None, f"{page} has no experiment"
     names: dict[str, Any] = {"__name__": "__main__", "print": lambda *words, **options: None}
     torch.manual_seed(0)
-    exec(compile(found[1], page, "exec"), names)
+    exec(compile(block[1], page, "exec"), names)
     return names
 
 
@@ -95,12 +95,12 @@ def memory() -> str:
     """The memory of a rank under each stage of ZeRO."""
     rows = []
     for zero in range(4):
-        found = predict("gpt3-6b7", "a100-80gb-dgx-hdr200x8", devices=64, global_batch=64, zero=zero).memory
-        rest = found.peak_bytes - found.parameters_bytes - found.gradients_bytes
+        memory = predict("gpt3-6b7", "a100-80gb-dgx-hdr200x8", devices=64, global_batch=64, zero=zero).memory
+        rest = memory.peak_bytes - memory.parameters_bytes - memory.gradients_bytes
         rows.append((f"zero {zero}", {
-            "parameters": found.parameters_bytes, "gradients": found.gradients_bytes,
-            "optimizer state": found.optimizer_bytes, "activations": found.activations_bytes,
-            "everything else": rest - found.optimizer_bytes - found.activations_bytes,
+            "parameters": memory.parameters_bytes, "gradients": memory.gradients_bytes,
+            "optimizer state": memory.optimizer_bytes, "activations": memory.activations_bytes,
+            "everything else": rest - memory.optimizer_bytes - memory.activations_bytes,
         }))  # fmt: skip
     return file(drawing.bars(rows, "memory of a rank by stage of ZeRO", text=size))
 
@@ -110,11 +110,11 @@ def tensor_parallelism() -> str:
     rows = []
     for tp in (1, 2, 4, 8, 16):
         step = predict("gpt3-6b7", "a100-80gb-dgx-hdr200x8", devices=64, global_batch=64, tp=tp, micro_batch=1, zero=1)
-        found = step.estimate
-        rest = found.step_s - found.compute_s - found.tensor_comm_s - found.data_comm_s
+        estimate = step.estimate
+        rest = estimate.step_s - estimate.compute_s - estimate.tensor_comm_s - estimate.data_comm_s
         rows.append((f"tp {tp}", {
-            "computing": found.compute_s, "communication over tp": found.tensor_comm_s,
-            "communication over dp": found.data_comm_s, "everything else": rest,
+            "computing": estimate.compute_s, "communication over tp": estimate.tensor_comm_s,
+            "communication over dp": estimate.data_comm_s, "everything else": rest,
         }))  # fmt: skip
     return file(drawing.bars(rows, "a step by the degree of tensor parallelism", text=seconds))
 
@@ -128,7 +128,7 @@ def pipelines() -> str:
         spans = [
             Span(rank, "compute", str(action), start * 1e-3, end * 1e-3)
             for rank, (actions, times) in enumerate(
-                zip(schedule.ranks, (found.times for found in names["report"](name, 4, 8).ranks), strict=True)
+                zip(schedule.ranks, (rank.times for rank in names["report"](name, 4, 8).ranks), strict=True)
             )
             for action, (start, end) in zip(actions, times, strict=True)
         ]
@@ -179,16 +179,16 @@ def compression() -> str:
     x, y = names["batch"]["x"].double(), names["batch"]["y"].double()
 
     def losses(share: float, feedback: bool) -> list[float]:
-        weight, residual, found = torch.zeros(64, 16, dtype=torch.float64), torch.zeros(1024, dtype=torch.float64), []
+        weight, residual, errors = torch.zeros(64, 16, dtype=torch.float64), torch.zeros(1024, dtype=torch.float64), []
         for _ in range(60):
             error = x @ weight - y
-            found.append(float(error.square().mean()))
+            errors.append(float(error.square().mean()))
             residual = residual * feedback + (2 / error.numel() * x.T @ error).flatten()
             chosen = largest(residual, round(share * 1024)).long()
             sent = torch.zeros_like(residual)
             sent[chosen] = residual[chosen]
             residual, weight = residual - sent, weight - sent.view(64, 16)
-        return found
+        return errors
 
     lines = [
         PlotLine(name=words, legend=words, points=list(enumerate(losses(share, feedback))), color=color)
@@ -241,8 +241,8 @@ def thousand_gpus() -> str:
     """The speed of the best layout by the number of GPUs."""
     points = []
     for devices in (64, 128, 256, 512, 1024):
-        found = find_layouts("gpt3-175b", "a100-80gb-dgx-hdr200x8", devices=devices, global_batch=1536, grids="none")
-        points.append((devices, 1536 / found.options[0].step_s))
+        layouts = find_layouts("gpt3-175b", "a100-80gb-dgx-hdr200x8", devices=devices, global_batch=1536, grids="none")
+        points.append((devices, 1536 / layouts.options[0].step_s))
     return file(drawing.curve(points))
 
 

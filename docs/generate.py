@@ -65,11 +65,11 @@ def run_file_page() -> str:
     for section in msgspec.structs.fields(Run):
         required = " (required)" if section.required else ""
         lines += ["", f"## [{section.name}]{required}", "", meanings[section.name]]
-        choices = [one for one in get_args(section.type) or (section.type,) if one is not types.NoneType]
+        choices = [choice for choice in get_args(section.type) or (section.type,) if choice is not types.NoneType]
         tag = choices[0].__struct_config__.tag_field
         if tag is not None:
             default = "" if section.required else f" Default: `{section.default.__struct_config__.tag}`."
-            names = ", ".join(f'`"{one.__struct_config__.tag}"`' for one in choices)
+            names = ", ".join(f'`"{choice.__struct_config__.tag}"`' for choice in choices)
             lines += ["", f"`{tag}` is one of {names}.{default}"]
         for choice in choices:
             if tag is not None:
@@ -122,7 +122,7 @@ def table(struct: type[msgspec.Struct]) -> Iterator[str]:
     yield "|---|---|---|"
     for field in fields:
         default = "required" if field.required else f"`{value_text(field.default, field.default_factory)}`"
-        choices = ", ".join(f"`{one}`" for one in get_args(field.type)) if get_origin(field.type) is Literal else ""
+        choices = ", ".join(f"`{value}`" for value in get_args(field.type)) if get_origin(field.type) is Literal else ""
         meaning = meanings[field.name] + (f" One of {choices}." if choices else "")
         yield f"| `{field.encode_name}` | {default} | {meaning} |"
 
@@ -135,7 +135,7 @@ def value_text(default: Any, factory: Any) -> str:
 
 def field_docstrings(struct: type[msgspec.Struct]) -> dict[str, str]:
     """The string below each field, by the field's name, inherited ones too."""
-    found: dict[str, str] = {}
+    meanings: dict[str, str] = {}
     for cls in reversed(struct.__mro__):
         if cls.__module__.split(".")[0] != "meshwright":
             continue
@@ -147,8 +147,8 @@ def field_docstrings(struct: type[msgspec.Struct]) -> dict[str, str]:
                 and isinstance(node.target, ast.Name)
                 and isinstance(following, ast.Expr)
             ):
-                found[node.target.id] = plain(str(ast.literal_eval(following.value)))
-    return found
+                meanings[node.target.id] = plain(str(ast.literal_eval(following.value)))
+    return meanings
 
 
 def plain(docstring: str) -> str:
@@ -158,11 +158,11 @@ def plain(docstring: str) -> str:
 
 def commands() -> dict[str, Any]:
     """Every command by the words that call it; for a group of commands, each command of the group."""
-    found: dict[str, Any] = {}
+    commands: dict[str, Any] = {}
     for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
         below = getattr(command, "commands", None)
-        found |= {f"{name} {one}": inner for one, inner in below.items()} if below else {name: command}
-    return found
+        commands |= {f"{name} {inner_name}": inner for inner_name, inner in below.items()} if below else {name: command}
+    return commands
 
 
 def command_page() -> str:
@@ -179,14 +179,18 @@ def command_page() -> str:
         examples = inspect.cleandoc(command.epilog).replace("[bold]Examples[/bold]", "").strip().split("\n\n")
         code = [example.strip() for example in examples if example.strip().startswith(("meshwright", "torchrun"))]
         notes = [example.strip() for example in examples if example.strip() not in code]
-        arguments = [one for one in command.params if one.param_type_name == "argument"]
-        usage = [option_text(one) if one.required else f"[{option_text(one)}]" for one in arguments]
+        arguments = [argument for argument in command.params if argument.param_type_name == "argument"]
+        usage = [option_text(argument) if argument.required else f"[{option_text(argument)}]" for argument in arguments]
         lines += ["", f"## meshwright {name}", "", plain(command.help)]
         lines += ["", "```text", " ".join(["meshwright", name, "[OPTIONS]", *usage]), "```"]
         lines += ["", "| option | meaning |", "|---|---|"]
-        for one in command.params:
-            default = "" if one.default in (None, "", False) or one.required else f" Default: `{one.default}`."
-            lines.append(f"| `{plain(option_text(one))}` | {plain(one.help)}{default} |")
+        for parameter in command.params:
+            default = (
+                ""
+                if parameter.default in (None, "", False) or parameter.required
+                else f" Default: `{parameter.default}`."
+            )
+            lines.append(f"| `{plain(option_text(parameter))}` | {plain(parameter.help)}{default} |")
         lines += ["", "```sh", *code, "```", *(line for note in notes for line in ("", plain(note)))]
     return "\n".join(lines) + "\n"
 
@@ -247,7 +251,7 @@ def result_page() -> str:
         *table(Result),
     ]
     parts: list[tuple[str, Any]] = [("settings.NAME: Settings", Settings), ("machine: Machine", Machine)]
-    parts += [(f'findings[]: kind "{one.__struct_config__.tag}"', one) for one in get_args(Finding)]
+    parts += [(f'findings[]: kind "{finding.__struct_config__.tag}"', finding) for finding in get_args(Finding)]
     parts += [
         ("series: Series", Series),
         ("points[]: ScalingPoint", ScalingPoint),
@@ -276,10 +280,19 @@ def worked_page() -> str:
         "their [result file](../../benchmarks/results).",
     ]
     for name in worked_names():
-        found = recompute(name, results=_FOLDER)
-        lines += ["", f"## {name}", "", plain(found.about), "", "| claim | ours | verdict | why |", "|---|---|---|---|"]
+        comparison = recompute(name, results=_FOLDER)
         lines += [
-            f"| {plain(one.claim)} | {plain(one.ours)} | {one.verdict} | {plain(one.why)} |" for one in found.lines
+            "",
+            f"## {name}",
+            "",
+            plain(comparison.about),
+            "",
+            "| claim | ours | verdict | why |",
+            "|---|---|---|---|",
+        ]
+        lines += [
+            f"| {plain(line.claim)} | {plain(line.ours)} | {line.verdict} | {plain(line.why)} |"
+            for line in comparison.lines
         ]
     lines += ["", "## alpa", ""]
     lines += [
@@ -295,7 +308,7 @@ COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e")
 
 def validation_page() -> str:
     """Predictions and measurements for the tables in validation/: the errors of each table, and its worst rows."""
-    found = {path.stem: validate(path) for path in TABLES}
+    validations = {path.stem: validate(path) for path in TABLES}
     lines = [
         "# Predicted and measured",
         "",
@@ -310,15 +323,15 @@ def validation_page() -> str:
         "| table | software | runs | mean | 90th percentile | bias | inside | rank correlation | memory | constant |",
         "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
         *(
-            f"| [{name}](../../validation/{name}.csv) | {', '.join(one.software)} | {one.cases} | {one.mape:.1f} "
-            f"| {one.p90:.1f} | {one.bias:+.1f} | {one.coverage:.0%} | {one.spearman:.3f} "
-            f"| {'' if one.memory_mape is None else f'{one.memory_mape:.1f}'} | {one.baseline_mape:.1f} |"
-            for name, one in found.items()
+            f"| [{name}](../../validation/{name}.csv) | {', '.join(table.software)} | {table.cases} | {table.mape:.1f} "
+            f"| {table.p90:.1f} | {table.bias:+.1f} | {table.coverage:.0%} | {table.spearman:.3f} "
+            f"| {'' if table.memory_mape is None else f'{table.memory_mape:.1f}'} | {table.baseline_mape:.1f} |"
+            for name, table in validations.items()
         ),
         "",
         "![predicted against measured](validation.svg)",
     ]
-    for name, one in found.items():
+    for name, validation in validations.items():
         lines += [
             "",
             f"## {name}: the worst five",
@@ -326,16 +339,16 @@ def validation_page() -> str:
             "| run | predicted | measured | error |",
             "|---|---:|---:|---:|",
         ]
-        worst = sorted(errors_of(one), key=lambda row: -abs(row[2] / row[1] - 1))[:5]
+        worst = sorted(errors_of(validation), key=lambda row: -abs(row[2] / row[1] - 1))[:5]
         lines += [
             f"| {case} | {ours:.3g} s | {true:.3g} s | {100 * (ours / true - 1):+.1f} % |" for case, true, ours in worst
         ]
     return "\n".join(lines) + "\n"
 
 
-def errors_of(found: Validation) -> list[tuple[str, float, float]]:
+def errors_of(validation: Validation) -> list[tuple[str, float, float]]:
     """Name, measured and predicted seconds of the rows that have a time."""
-    return [(row.case, row.measured_s, row.predicted_s) for row in found.rows if row.measured_s]
+    return [(row.case, row.measured_s, row.predicted_s) for row in validation.rows if row.measured_s]
 
 
 def validation_picture() -> str:
@@ -437,17 +450,20 @@ def measured_page() -> str:
             "",
             f"## {name}",
             "",
-            f"{made(result)} {counts(result)} [All times](../benchmarks/results/{name}.md).",
+            f"{provenance(result)} {counts(result)} [All times](../benchmarks/results/{name}.md).",
         ]
         lines += ["", "| target | verdict | measured |", "|---|---|---|"]
-        lines += [f"| {plain(one.target)} | {one.verdict} | {plain(one.measured)} |" for one in result.findings]
+        lines += [
+            f"| {plain(finding.target)} | {finding.verdict} | {plain(finding.measured)} |"
+            for finding in result.findings
+        ]
     if missing():
         lines += ["", "## Not measured", "", "These benchmarks have not been run for a result file yet.", ""]
         lines += [f"- {name}: `python -m benchmarks.{name}`" for name in missing()]
     return "\n".join(lines) + "\n"
 
 
-def made(result: Result) -> str:
+def provenance(result: Result) -> str:
     """The command, machine, version and date of a result file."""
     at = f", on {result.date} at commit {result.commit}" if result.date else ""
     machine = f"{result.machine.cores} cores ({result.machine.cpu})"
@@ -456,8 +472,10 @@ def made(result: Result) -> str:
 
 def counts(result: Result) -> str:
     """The number of targets with each verdict."""
-    found = Counter(one.verdict for one in result.findings)
-    words = [f"{found[verdict]} {verdict}" for verdict in ("pass", "fail", "undecided", "reported") if found[verdict]]
+    verdicts = Counter(finding.verdict for finding in result.findings)
+    words = [
+        f"{verdicts[verdict]} {verdict}" for verdict in ("pass", "fail", "undecided", "reported") if verdicts[verdict]
+    ]
     return f"{len(result.findings)} rows: {', '.join(words)}."
 
 
@@ -465,29 +483,29 @@ def readme() -> str:
     """README with its table of comparisons, and the number of missed targets of each area."""
     before, start, rest = README.read_text().partition("<!-- measured: `python docs/generate.py` -->\n")
     _, end, after = rest.partition("<!-- end -->\n")
-    found = results()
+    by_name = results()
     lines = [
         "",
         "| workload | peer | Meshwright's time / peer's time (95 %) | limit | verdict |",
         "|---|---|---|---:|---|",
     ]
     for words, name, beginning in HEADLINES:
-        one = next(one for one in found[name].findings if one.target.startswith(beginning))
-        assert isinstance(one, Comparison)
-        assert one.interval is not None
-        low, high = one.interval
-        figure = f"{one.ratio:.3f} ({low:.3f} to {high:.3f})"
-        lines.append(f"| {words} | {one.baseline} | {figure} | {one.limit:g} | {one.verdict} |")
-    verdicts = Counter(one.verdict for result in found.values() for one in result.findings)
-    told = f"{verdicts['pass']} pass, {verdicts['fail']} fail, {verdicts['undecided']} are undecided, "
-    told += f"{verdicts['reported']} are only reported"
-    lines += ["", f"Of all {verdicts.total()} rows {told}: [docs/measured.md](docs/measured.md)."]
+        finding = next(finding for finding in by_name[name].findings if finding.target.startswith(beginning))
+        assert isinstance(finding, Comparison)
+        assert finding.interval is not None
+        low, high = finding.interval
+        figure = f"{finding.ratio:.3f} ({low:.3f} to {high:.3f})"
+        lines.append(f"| {words} | {finding.baseline} | {figure} | {finding.limit:g} | {finding.verdict} |")
+    verdicts = Counter(finding.verdict for result in by_name.values() for finding in result.findings)
+    tally = f"{verdicts['pass']} pass, {verdicts['fail']} fail, {verdicts['undecided']} are undecided, "
+    tally += f"{verdicts['reported']} are only reported"
+    lines += ["", f"Of all {verdicts.total()} rows {tally}: [docs/measured.md](docs/measured.md)."]
     if missing():
         lines += [f"Benchmarks without a result file, whose targets are not judged yet: {', '.join(missing())}."]
     lines += ["", "## Where it loses", "", "The areas with missed targets; each link leads to their rows.", ""]
     lines += ["| area | rows | missed | undecided |", "|---|---:|---:|---:|"]
-    for name, result in found.items():
-        area = Counter(one.verdict for one in result.findings)
+    for name, result in by_name.items():
+        area = Counter(finding.verdict for finding in result.findings)
         if area["fail"]:
             link = f"[{name.replace('_', ' ')}](docs/measured.md#{name})"
             lines.append(f"| {link} | {area.total()} | {area['fail']} | {area['undecided']} |")

@@ -79,13 +79,13 @@ def _rows(module: ModuleType) -> Iterator[str]:
             yield f"| `{target}` | as its shape | | draws numbers that are the same under every layout |"
             continue
         how = (inspect.getdoc(operator.rule) or "").split("\n")[0].replace("``", "`").replace("|", "\\|")
-        found = _example(target, operator)
-        if found is None:
+        rule = _example(target, operator)
+        if rule is None:
             yield f"| `{target}` | as its shape | | {how} |"
             continue
-        within = ", ".join(f"`{name}`: {what}" for name, what in found.decompositions.items())
-        how = f"{how} Reduces by {found.reduction}." if found.reduction != "sum" else how
-        yield f"| `{target}` | `{_readable(found)}` | {within} | {how} |"
+        within = ", ".join(f"`{name}`: {what}" for name, what in rule.decompositions.items())
+        how = f"{how} Reduces by {rule.reduction}." if rule.reduction != "sum" else how
+        yield f"| `{target}` | `{_readable(rule)}` | {within} | {how} |"
 
 
 def _example(target: Any, operator: OperatorRule) -> Rule | None:
@@ -94,7 +94,7 @@ def _example(target: Any, operator: OperatorRule) -> Rule | None:
         return None
     args, kwargs = build(_Example())
     result = target(*args, **kwargs)
-    outputs = tuple(one for one in pytree.tree_leaves(result) if isinstance(one, torch.Tensor))
+    outputs = tuple(leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor))
     rule = operator.rule(Call(target, args, kwargs, outputs))
     assert not isinstance(rule, Unsplit), f"{target}: {rule}"
     return rule

@@ -146,7 +146,7 @@ class Site:
         self.problems: list[Problem] = []
         self.notes: dict[str, Any] = {}
         self.promised, self.damaged = -1, set[int]()
-        self._said: dict[int, int] = {}
+        self._printed: dict[int, int] = {}
         self.killed: set[int] = set()
         self.steps = STEPS
         write_samples(self.configuration.data, folder)
@@ -281,11 +281,11 @@ class Site:
     def promise(self, *, flushed: bool = False) -> int:
         """Note the latest complete checkpoint: from now on, it must not be lost. ``flushed``: count only checkpoints
         that the run has reported as saved. Other checkpoints may be visible before they are flushed to the disk."""
-        said = re.findall(r"^step (\d+) is saved in ", self.commands[-1].output, re.MULTILINE) if flushed else []
-        latest = max(map(int, said), default=-1) if flushed else manifest.latest_step(self.checkpoints)
+        saved = re.findall(r"^step (\d+) is saved in ", self.commands[-1].output, re.MULTILINE) if flushed else []
+        latest = max(map(int, saved), default=-1) if flushed else manifest.latest_step(self.checkpoints)
         if latest > self.promised:
             self.promised = latest
-            self._said = {command.process: len(command.output) for command in self.commands}
+            self._printed = {command.process: len(command.output) for command in self.commands}
         self.notes["promised"] = self.promised
         return self.promised
 
@@ -332,7 +332,7 @@ class Site:
         command = command or self.commands[-1]
         code = self.end(command)
         self.problems += checks.unexplained(command.output, code, codes, words)
-        self.problems += checks.lost_steps(command.output[self._said.get(command.process, 0) :], self.promised)
+        self.problems += checks.lost_steps(command.output[self._printed.get(command.process, 0) :], self.promised)
         return code
 
     def settle(self) -> None:

@@ -181,8 +181,8 @@ def _start(request: Request) -> int:
         finally:
             os._exit(1)
     os.close(others)
-    with os.fdopen(own, "rb") as said:
-        return int(said.read() or process)
+    with os.fdopen(own, "rb") as answer:
+        return int(answer.read() or process)
 
 
 def _become(request: Request) -> NoReturn:

@@ -110,24 +110,24 @@ def resolved(path: str, target: str) -> str | None:
     if ":" in target or target.startswith("/"):
         return None
     folder = path if (ROOT / path).is_dir() else posixpath.dirname(path)
-    found = posixpath.normpath(posixpath.join(folder, target))
-    return found if not found.startswith("..") and (ROOT / found).exists() else None
+    linked = posixpath.normpath(posixpath.join(folder, target))
+    return linked if not linked.startswith("..") and (ROOT / linked).exists() else None
 
 
 def linked_paths(path: str, text: str) -> Iterator[str]:
     """The paths of the repository to which a page links."""
     for _, target, _ in _LINK.findall(text):
-        found = resolved(path, target)
-        if found is not None:
-            yield found
+        linked = resolved(path, target)
+        if linked is not None:
+            yield linked
 
 
 def text_of(path: str, title: str = "") -> str:
     """The Markdown of a page that shows a path: the file, a list of a folder's files, or a file's text as a block."""
     place = ROOT / path
     if place.is_dir():
-        shown = sorted(one for one in place.iterdir() if one.is_file() and one.suffix in (".md", ".py", ".toml"))
-        lines = [f"- [{heading(one)}]({one.name})" for one in shown if one.name != "README.md"]
+        shown = sorted(file for file in place.iterdir() if file.is_file() and file.suffix in (".md", ".py", ".toml"))
+        lines = [f"- [{heading(file)}]({file.name})" for file in shown if file.name != "README.md"]
         return "\n".join([f"# {title or path}", "", *lines]) + "\n"
     if path.endswith(".md"):
         return place.read_text()

@@ -118,8 +118,8 @@ class Slurm:
 
     def job(self, number: int) -> dict[str, str]:
         """What Slurm says of a job."""
-        said = self("scontrol", "show", "job", f"{number}", "--oneliner")
-        return dict(re.findall(r"(\w+)=(\S*)", said))
+        output = self("scontrol", "show", "job", f"{number}", "--oneliner")
+        return dict(re.findall(r"(\w+)=(\S*)", output))
 
     def go_on(self, number: int) -> None:
         """Let a job that was queued again start now: Slurm makes it wait for two minutes."""

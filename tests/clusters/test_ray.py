@@ -28,8 +28,8 @@ def launched(address: str, path: Path) -> subprocess.Popen[str]:
 def test_an_actor_a_rank_trains_as_one_process_would(ray_address: str, tmp_path: Path) -> None:
     config.save(long_run(tmp_path / "run", 30), tmp_path / "RUN.toml")
     process = launched(ray_address, tmp_path / "RUN.toml")
-    said, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, said
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
     close(losses(tmp_path / "run"), expected(tmp_path, 30))
 
 
@@ -39,16 +39,16 @@ def test_a_warned_run_saves_and_goes_on_and_a_killed_actor_starts_again(ray_addr
     process = launched(ray_address, path)
     until(lambda: manifest.latest_step(directory / "checkpoints") >= 20, 300)
     process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=300)
-    assert process.returncode == 75, said
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 75, output
     step = manifest.latest_step(directory / "checkpoints")
-    assert f"stopped by SIGTERM; step {step} of 1500 is saved" in said
+    assert f"stopped by SIGTERM; step {step} of 1500 is saved" in output
     process = launched(ray_address, path)
     until(lambda: manifest.latest_step(directory / "checkpoints") > step, 300)
     os.kill(_an_actor(), signal.SIGKILL)
-    said, _ = process.communicate(timeout=400)
-    assert process.returncode == 0, said
-    assert "all ranks start again from step" in said
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, output
+    assert "all ranks start again from step" in output
     close(losses(directory), expected(tmp_path, 1500))
 
 

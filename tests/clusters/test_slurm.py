@@ -45,9 +45,9 @@ def expected(tmp_path: Path, steps: int) -> list[tuple[int, float]]:
     return losses(tmp_path / "whole")
 
 
-def close(found: list[tuple[int, float]], whole: list[tuple[int, float]]) -> None:
-    assert [step for step, _ in found] == [step for step, _ in whole]
-    assert [loss for _, loss in found] == pytest.approx([loss for _, loss in whole], rel=0, abs=1e-9)
+def close(losses: list[tuple[int, float]], whole: list[tuple[int, float]]) -> None:
+    assert [step for step, _ in losses] == [step for step, _ in whole]
+    assert [loss for _, loss in losses] == pytest.approx([loss for _, loss in whole], rel=0, abs=1e-9)
 
 
 def test_two_nodes_train_as_one_process(slurm: Slurm, tmp_path: Path) -> None:

@@ -49,8 +49,8 @@ def test_an_algorithm_equals_plain_attention_in_float64(
     if mask is not None:
         mask[3] = False
     expected = whole([value.double() for value in values], mask, BANDS[band], "plain")
-    for one, other in zip(whole(values, mask, BANDS[band], algorithm), expected, strict=True):
-        torch.testing.assert_close(one.double(), other, rtol=2e-2, atol=2e-2)
+    for actual, other in zip(whole(values, mask, BANDS[band], algorithm), expected, strict=True):
+        torch.testing.assert_close(actual.double(), other, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("algorithm", [FLASH, CUDNN, EFFICIENT])

@@ -118,9 +118,9 @@ def test_calibration_makes_a_cluster_of_this_device(tmp_path: Path) -> None:
         products=(Product(1024, 1024, 1024), Product(256, 1024, 512)), elements=(2**16, 2**20), lengths=(128, 256),
         heads=2, width=64, copied_bytes=2**20,
     )  # fmt: skip
-    found = calibrate_gpus.measure(effort, lambda what: None)
-    assert found is not None
-    cluster = gpu_cluster(found)
+    measured = calibrate_gpus.measure(effort, lambda what: None)
+    assert measured is not None
+    cluster = gpu_cluster(measured)
     assert cluster.device.name
     assert cluster.device.kernels is not None
     assert 1e-7 < cluster.device.kernels.kernel_s < 1e-4

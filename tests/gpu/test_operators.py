@@ -26,18 +26,18 @@ TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 4e-2}
 def waits() -> Iterator[list[str]]:
     """Yields a list that has, at the end, each operation for which the host waited for the device, and its line. Ranks
     that take part in one step all go on: an error in the middle of it would leave the others stuck."""
-    told: list[str] = []
+    errors: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            yield told
+            yield errors
         finally:
             torch.cuda.set_sync_debug_mode("default")
     for each in caught:
         text = str(each.message)
         if "synchronizing CUDA operation" in text:
-            told.append(f"{text.splitlines()[0]} ({each.filename}:{each.lineno})")
+            errors.append(f"{text.splitlines()[0]} ({each.filename}:{each.lineno})")
 
 
 @contextmanager
@@ -73,8 +73,8 @@ def test_experts_are_those_of_the_loop(dtype: torch.dtype) -> None:
     ours.experts_backward(grad_there, *there, "silu", 0)
     torch.cuda.synchronize()
     with no_waits():
-        found = [ours.experts(*there, "silu", 0), *ours.experts_backward(grad_there, *there, "silu", 0)]
-    for here, there_too in zip(expected, found, strict=True):
+        actual = [ours.experts(*there, "silu", 0), *ours.experts_backward(grad_there, *there, "silu", 0)]
+    for here, there_too in zip(expected, actual, strict=True):
         error = (there_too.cpu().double() - here).abs().max() / here.abs().max()
         assert float(error) <= TOLERANCES[dtype]
 

@@ -1,4 +1,5 @@
-"""Names say what a thing is: no variable is called ``found`` or ``one``, and each idea has its own class name."""
+"""Names say what a thing is: no variable is called ``found`` or ``one``, and each idea of the package has its own class
+name."""
 
 import ast
 from collections import defaultdict
@@ -9,9 +10,13 @@ import pytest
 import meshwright
 
 SOURCES = Path(meshwright.__file__).parent
+TOP = Path(__file__).parents[2]
 REFUSED = {"came", "found", "got", "made", "mine", "one", "said", "told"}
 """Words that say how a value came about, or whose it is, but not what it is."""
-STORED = {("ir/result.py", "found"), ("models/googlenet.py", "one")}
+STORED = {
+    ("src/meshwright/ir/result.py", "found"), ("src/meshwright/models/googlenet.py", "one"),
+    ("benchmarks/golden_models.py", "one"),
+}  # fmt: skip
 """Keys of result files, and names of parameters in checkpoints: they stay."""
 TWO_SIDES = {
     "LAMB", "LARC", "LARS", "OneBitAdam", "ZeroOneAdam",  # the optimizer, and its section of a run file
@@ -26,8 +31,12 @@ TWO_SIDES = {
 @pytest.fixture(scope="module")
 def modules() -> dict[str, ast.Module]:
     """The modules of the package, by path."""
-    paths = sorted(SOURCES.rglob("*.py"))
-    return {path.relative_to(SOURCES).as_posix(): ast.parse(path.read_text()) for path in paths}
+    return parsed(SOURCES, SOURCES)
+
+
+def parsed(folder: Path, top: Path) -> dict[str, ast.Module]:
+    """The modules in a folder and below it, by their paths from ``top``."""
+    return {path.relative_to(top).as_posix(): ast.parse(path.read_text()) for path in sorted(folder.rglob("*.py"))}
 
 
 def refused_names(tree: ast.AST) -> set[tuple[int, str]]:
@@ -66,10 +75,11 @@ def test_a_refused_name_is_seen_wherever_it_is_given(source: str, names: set[tup
     assert refused_names(ast.parse(source)) == names
 
 
-def test_variables_are_named_after_what_they_hold(modules: dict[str, ast.Module]) -> None:
+@pytest.mark.parametrize("folder", ["src", "tests", "benchmarks", "docs", "examples"])
+def test_variables_are_named_after_what_they_hold(folder: str) -> None:
     refused = {
         (module, line, name)
-        for module, tree in modules.items()
+        for module, tree in parsed(TOP / folder, TOP).items()
         for line, name in refused_names(tree)
         if (module, name) not in STORED
     }
