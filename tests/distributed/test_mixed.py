@@ -178,12 +178,16 @@ def traced(layout: mw.Layout) -> Trace:
 
 
 def test_segments_of_the_ranks_reduce_at_once(ranks: Ranks) -> None:
-    """Channels over pairs of ranks, samples over the others: two sums of two ranks each, side by side in the trace."""
-    pins = {"convolutions.3": "stationary-x@m1 sample@m2"}
-    trace = ranks(4, traced, mw.Layout(mixed=(2, 2), pin=pins))[0]
+    """Channels over pairs of ranks, samples over the others: two sums of two ranks each, side by side in the trace. On
+    few busy cores, the pairs may come to their sums one after the other; then another step is traced."""
+    layout = mw.Layout(mixed=(2, 2), pin={"convolutions.3": "stationary-x@m1 sample@m2"})
+    assert any(reduces_at_once(ranks(4, traced, layout)[0]) for _ in range(8))
+
+
+def reduces_at_once(trace: Trace) -> bool:
     sums = [span for span in trace.spans if span.stream == "communication" and span.what.startswith("all_reduce m1 of")]
     assert {span.what for span in sums} == {"all_reduce m1 of ranks 0 2", "all_reduce m1 of ranks 1 3"}
-    assert any(
+    return any(
         span.what != other.what and max(span.start_s, other.start_s) < min(span.end_s, other.end_s)
         for span, other in itertools.combinations(sums, 2)
     )

@@ -64,7 +64,7 @@ def test_a_picture_alone_is_cut_by_rows_as_the_explicit_rule_cuts_it() -> None:
     graph, cluster = branches(), mw.Cluster.load(ONE_BOX).resized(2)
     mixed = mw.plan(graph, cluster, layout=mw.Layout(mixed=(2,), pin={"1.*": "height@m1"}))
     explicit = mw.plan(graph, cluster, layout=mw.Layout(spatial=(2,)))
-    for name in ("1.one:convolution#0", "1.one:convolution_backward#0", "1.one:convolution_backward#1"):
+    for name in ("1.left:convolution#0", "1.left:convolution_backward#0", "1.left:convolution_backward#1"):
         assert mixed.stage.strategy(name).get("m1") == explicit.stage.strategy(name)["sy"] == "yy"
     assert "data parallelism ends at dp=1: 1 sample does not divide over 2 ranks" in mixed.explain()
 
