@@ -8,6 +8,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -189,12 +190,16 @@ class Uniform:
         return ZERO_STAGES[1:] if group[0].dp > 1 else ()
 
     def _without_zero(self, group: Group) -> bool:
-        """Simulate a group, and note what may be faster, or fit. Returns whether all fit."""
+        """Simulate a group, and note what may be faster, or fit. Returns whether all fit. A refused layout is refused
+        with ZeRO and with recomputation, too."""
         simulated = self._simulate(group, 0, "none")
+        steps = simulated[0] if simulated else []
+        variants = len(RECOMPUTE) * (1 + len(self._zeros(group)))
+        self.counts["refused"] += (len(group) - len(steps)) * (variants - 1)
         if simulated is None:
-            self.counts["refused"] += len(group) * (len(RECOMPUTE) * (1 + len(self._zeros(group))) - 1)
             return False
-        steps, plan, work = simulated
+        _, plan, work = simulated
+        group = tuple(step.layout for step in steps)
         self._recompute(group, steps, 0.0, 0, 0)
         if self._zeros(group):
             lighter = StepWork(tuple(map(_unsummed, work.stages)), work.heap_factor)
@@ -226,18 +231,20 @@ class Uniform:
     def _simulate(
         self, group: Group, zero: ZeroStage, recompute: Recompute
     ) -> tuple[list[UniformStep], Plan, StepWork] | None:
-        """The steps of a group, which has one plan but for the schedule. None: the layouts are refused."""
+        """The steps of those layouts of a group that are not refused: a group has one plan but for the schedule. None:
+        all layouts are refused."""
         own = [msgspec.structs.replace(layout, zero=zero, recompute=recompute) for layout in group]
-        try:
+        steps: list[UniformStep] = []
+        with suppress(*REFUSALS):
             plan = self._plan(own[0], self.ask)
             work = step_work(self.lower(plan), plan, self.cluster, optimizer=ADAMW)
-            steps = [self._played(plan, layout, work) for layout in own]
-        except REFUSALS:
-            self.counts["refused"] += len(group)
-            return None
-        self.counts["simulated"] += len(group)
+            for layout in own:
+                with suppress(*REFUSALS):  # a message-driven schedule has no collectives over tp
+                    steps.append(self._played(plan, layout, work))
+        self.counts["refused"] += len(group) - len(steps)
+        self.counts["simulated"] += len(steps)
         self.steps += steps
-        return steps, plan, work
+        return (steps, plan, work) if steps else None
 
     def _played(self, plan: Plan, layout: Layout, work: StepWork) -> UniformStep:
         schedule = layout.schedule if layout.pp > 1 else "none"

@@ -79,3 +79,17 @@ def test_uniform_layouts_that_are_left_out_are_not_faster() -> None:
         assert uniform.best_s == pytest.approx(best_s)
         lighter = [step.layout for step in uniform.steps if step.layout.zero or step.layout.recompute != "none"]
         assert (len(lighter) > 20) is (limit < peaks[-1])
+
+
+def test_a_schedule_that_is_refused_leaves_the_others_of_its_layout() -> None:
+    """A message-driven pipeline has no collectives over tp; with the same programs, ``1f1b`` has."""
+    with torch.device("meta"):
+        batch = {"inputs": torch.zeros(2, 64), "label": torch.zeros(2, dtype=torch.int64)}
+        graph = mw.capture(MLP((64, 64, 64, 8)), classification_loss, batch)
+    uniform = Uniform(graph, mw.Cluster.load("h100-box1-ndr400x1", 4))
+    uniform.run()
+    schedules = {step.layout.schedule for step in uniform.steps if step.layout.tp == step.layout.pp == 2}
+    assert "1f1b" in schedules
+    assert "message-driven" not in schedules
+    assert uniform.counts["refused"] > 0
+    assert uniform.counts.total() == len(list(every_layout(graph, 4)))
