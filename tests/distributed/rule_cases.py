@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meshwright.ops.linear_algebra import OF_EARLIER_VERSIONS
 from meshwright.ops.loss import NONE, SUM
 
 aten = torch.ops.aten
@@ -1060,12 +1059,7 @@ def _roll(draw: Draw) -> Arguments:
     return draw.pick(((draw.tensor(*shape), [1] * len(dims), dims), {}), ((draw.tensor(*shape), [2]), {}))
 
 
-_UNTIL_2_14: Mapping[str, Callable[[Draw], Arguments]] = {
-    "cholesky": _squares(definite=True),
-    "triangular_solve": lambda draw: (_triangular(draw)[0][::-1], {}),
-}
 CASES: Mapping[Any, Callable[[Draw], Arguments]] = {
-    **{getattr(aten, name).default: _UNTIL_2_14[name] for name in OF_EARLIER_VERSIONS},
     ours.attention.default: _attention,
     ours.attention_backward.default: _attention_backward,
     ours.attention_packed.default: _attention_packed,
@@ -1256,6 +1250,7 @@ CASES: Mapping[Any, Callable[[Draw], Arguments]] = {
     aten.linalg_solve_triangular.default: _triangular,
     aten.lu_unpack.default: lambda draw: (tuple(aten.linalg_lu_factor_ex(_square(draw))[:2]), {}),
     aten.ormqr.default: _reflected,
+    aten.triangular_solve.default: lambda draw: (_triangular(draw)[0][::-1], {}),
     aten.trace.default: lambda draw: ((draw.tensor(*draw.sizes(2)),), {}),
     aten._cdist_forward.default: _distances,
     aten._cdist_backward.default: _distances_backward,

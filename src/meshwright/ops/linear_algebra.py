@@ -16,9 +16,7 @@ _RIGHT_SIDE: dict[Target, int] = {
     aten.cholesky_solve.default: 0, aten.ormqr.default: 2,
 }  # fmt: skip
 """Maps a solution or product to the position of its right side. It is linear there, and treats each column alone."""
-OF_EARLIER_VERSIONS = tuple(name for name in ("cholesky", "triangular_solve") if hasattr(aten, name))
-"""Operators that PyTorch 2.15 no longer has."""
-_SOLUTIONS = frozenset({*_RIGHT_SIDE, *(getattr(aten, name).default for name in OF_EARLIER_VERSIONS)})
+_SOLUTIONS = frozenset({*_RIGHT_SIDE, aten.triangular_solve.default})
 _BROADCAST = Unsplit("its matrices are broadcast over a batch")
 
 
@@ -66,7 +64,7 @@ _NAMES = (
     "_linalg_det", "_linalg_eigh", "_linalg_slogdet", "_linalg_solve_ex", "_linalg_svd", "cholesky_inverse",
     "cholesky_solve", "geqrf", "linalg_cholesky_ex", "linalg_eig", "linalg_householder_product", "linalg_inv_ex",
     "linalg_ldl_factor_ex", "linalg_ldl_solve", "linalg_lu", "linalg_lu_factor_ex", "linalg_lu_solve",
-    "linalg_matrix_exp", "linalg_qr", "linalg_solve_triangular", "lu_unpack", "ormqr", *OF_EARLIER_VERSIONS,
+    "linalg_matrix_exp", "linalg_qr", "linalg_solve_triangular", "lu_unpack", "ormqr", "triangular_solve",
 )  # fmt: skip
 
 RULES: dict[Target, OperatorRule] = {
