@@ -35,11 +35,11 @@ FOR_GLOO = bool(os.environ.get("MESHWRIGHT_FOR_GLOO"))
 
 
 class InPlaceOfGloo(MeshwrightGroup):
-    """Our group under gloo's name."""
+    """Our group under gloo's name. PyTorch 2.15 passes settings that earlier versions do not have."""
 
     profiled_as = "gloo"
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+    def __init__(self, store: Any, rank: int, size: int, timeout: Any, **_later: Any) -> None:
         super().__init__(store, rank, tuple(range(size)), timeout.total_seconds(), "gloo's")
         self.options = SimpleNamespace()
 

@@ -40,6 +40,7 @@ try:
     from torch.cuda import _sleep as keep_gpu_busy
     from torch.distributed.distributed_c10d import _get_object_coll_device as _device_of_objects
     from torch.distributed.distributed_c10d import _resolve_process_group as resolve_process_group
+    from torch.distributed.distributed_c10d import _world
     from torch.nn.modules import transformer as _transformer
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
     from torch.nn.modules.dropout import _DropoutNd as Dropout
@@ -70,16 +71,21 @@ __all__ = [
     "BatchNorm", "DisableTorchDispatch", "DisableTorchFunction", "Dropout", "EnableTorchFunction", "FakeStore",
     "FakeTensor", "FakeTensorMode", "OpOverload", "TorchDispatchMode", "UnsupportedOperatorException", "Work",
     "define_symmetric_memory", "device_of_objects", "disable_current_modes", "dispatch_keys", "dump_flight_recorder",
-    "enable_symmetric_memory", "has_kernel", "inductor", "is_profiling", "keep_gpu_busy", "make_subclass", "pytree",
-    "record_begin", "record_end", "resolve_process_group", "scaled_mm", "sequence_number", "storage_info",
-    "symmetric_memory_bytes", "throw_on_data_pointer", "unread_masks", "unscale_and_check", "update_scale",
-    "warn_on_data_pointer",
+    "enable_symmetric_memory", "has_kernel", "inductor", "is_profiling", "is_registered", "keep_gpu_busy",
+    "make_subclass", "pytree", "record_begin", "record_end", "resolve_process_group", "scaled_mm", "sequence_number",
+    "storage_info", "symmetric_memory_bytes", "throw_on_data_pointer", "unread_masks", "unscale_and_check",
+    "update_scale", "warn_on_data_pointer",
 ]  # fmt: skip
 
 
 def device_of_objects(group: torch.distributed.ProcessGroup) -> torch.device:
     """The device on which a group carries objects: the CPU if the group has a backend for it."""
     return torch.device(_device_of_objects(group))
+
+
+def is_registered(group: torch.distributed.ProcessGroup) -> bool:
+    """Whether torch.distributed has made the group, and knows its backends."""
+    return group in _world.pg_backend_config
 
 
 def define_symmetric_memory() -> None:

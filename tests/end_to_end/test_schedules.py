@@ -202,7 +202,9 @@ def test_we_read_and_check_what_pytorch_makes(arguments: tuple[str, int, int, in
 def test_gradients_are_reduced_where_pytorch_does(arguments: tuple[str, int, int, int]) -> None:
     schedule = build(*arguments)
     reduced = [peer._add_reduce_grad(row, arguments[2]) for row in as_peer(schedule).values()]
-    assert [[str(action) for action in row] for row in reduced] == [
+    texts = [[str(action) for action in row] for row in reduced]
+    # Since 2.15, PyTorch also says where a rank waits for a reduction.
+    assert [[action for action in row if "WAIT_REDUCE_GRAD" not in action] for row in texts] == [
         [str(action) for action in row] for row in add_reduction(schedule).ranks
     ]
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import meshwright.ops.attention_kernels  # noqa: F401 - defines meshwright::attention
 from meshwright.capture.precision import lowered
@@ -65,11 +66,15 @@ class CapturedAttention:
         self._calls = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Call attention as one operator, or PyTorch's own function where one operator is not possible."""
+        """Call attention as one operator, or PyTorch's own function where one operator is not possible. It then does
+        plain products, and not a kernel of a device: PyTorch 2.15 has a kernel for three dims, too."""
         self._calls += 1
         given, named = lowered((args, kwargs))
         result = attention(*given, **{**named, "number": self._calls})
-        return SCALED_DOT_PRODUCT(*args, **kwargs) if result is None else result
+        if result is not None:
+            return result
+        with sdpa_kernel(SDPBackend.MATH):
+            return SCALED_DOT_PRODUCT(*args, **kwargs)
 
     @contextmanager
     def everywhere(self) -> Iterator[None]:
