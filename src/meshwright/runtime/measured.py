@@ -215,6 +215,8 @@ def stale(cluster: Cluster, now_s: float, days: float = 30.0, machine: str = "")
     if missing:
         return f"it has no {', '.join(missing)}: it was measured by another version"
     age_days = (now_s - calibration.time_s) / 86400
-    if not 0 <= math.floor(age_days) <= days:
+    if age_days < -1:  # less is a clock that was set back
+        return f"it was measured {-age_days:.0f} days later than now, by this machine's clock"
+    if math.floor(age_days) > days:
         return f"it is {age_days:.0f} days old"
     return ""
