@@ -15,7 +15,6 @@ import torch
 
 import meshwright as mw
 from benchmarks import quality
-from benchmarks.enumeration import Uniform
 from meshwright import optim
 from meshwright.api import plans
 from meshwright.api.plans import cost_of
@@ -39,7 +38,6 @@ from meshwright.models import (
     segmentation_loss,
 )
 from meshwright.planner import candidates, layout_search
-from meshwright.planner.auto import plan_auto
 from meshwright.planner.explicit import plan_layout
 from meshwright.planner.foretell import foretell
 from meshwright.planner.inter_op.pipelines import ALIKE
@@ -394,22 +392,6 @@ def test_no_layout_by_hand_is_faster(head: str, cluster: mw.Cluster, devices: in
     graph = mw.capture(model, language_model_loss, {"tokens": tokens, "targets": tokens})
     comparison = quality.compared("GPT", graph, cluster, devices)
     assert comparison.notes["slower"] <= ALIKE, comparison.measured
-
-
-def test_layouts_are_compared_as_graphs_if_the_best_is_launched_so() -> None:
-    """Estimates know no graphs. By them, ``pp4`` is the fastest, since each of its ranks launches the fewest kernels.
-    PyTorch's own launches are slow enough for graphs."""
-    config = GPTConfig(layers=6, width=1024, heads=16, vocabulary=1024, sequence_length=256, tied_head=False)
-    with torch.device("meta"):
-        tokens = torch.zeros(16, config.sequence_length, dtype=torch.int64)
-        model = GPT(config).to(torch.bfloat16)
-        graph = mw.capture(model, language_model_loss, {"tokens": tokens, "targets": tokens})
-    cluster = mw.Cluster.load("h100-box4-ndr400x1", 4)
-    plan, by_hand = plan_auto(graph, 4, cluster, PlanLowering), Uniform(graph, cluster)
-    assert plan.graphs
-    assert plan.prediction is not None
-    stages_s, pairs_s = (by_hand.as_asked(layout).step_s for layout in (mw.Layout(pp=4), mw.Layout(dp=2, pp=2)))
-    assert plan.prediction.step_s <= pairs_s < 0.9 * stages_s
 
 
 @pytest.mark.parametrize(
