@@ -270,7 +270,7 @@ def test_a_rank_whose_gpu_fails_in_a_call_of_nccl_failed_first(tmp_path: Path, k
 
 
 def ended_by_its_watchdog(folder: Path, rank: int, status: str, log: str) -> FailedRankError:
-    """The error of a job of four ranks, of which one was ended by NCCL's watchdog, with this status and log."""
+    """The error of a job of four ranks if NCCL's watchdog has ended a rank, with this exit status and log."""
     ranks = folder / "ranks"
     ranks.mkdir()
     (ranks / f"{rank}.status").write_text(status)

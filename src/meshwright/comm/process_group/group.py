@@ -26,7 +26,6 @@ from meshwright.comm.process_group.other_devices import OtherDevices
 from meshwright.comm.process_group.tensors import check, check_sizes, reduction_of
 from meshwright.comm.process_group.work import GroupError
 from meshwright.comm.transport.progress import RankStreams
-from meshwright.torch_private import is_registered
 
 _Tensors = Sequence[Tensor]
 ALIKE = ("all_reduce", "broadcast", "barrier", "_all_gather_base", "_reduce_scatter_base", "reduce")
@@ -49,11 +48,8 @@ class MeshwrightGroup(NamedGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """The kinds of devices whose tensors the group carries. PyTorch 2.15 asks for them while it makes the group. No
-        kinds are known then, so it attaches none of its recorders, which need a group in C++."""
-        if not is_registered(self):
-            return []
-        return [torch.device(kind) for kind in ("cpu", *self._others.devices(self))]
+        """The kinds of devices whose tensors the group carries."""
+        return self._others.device_types(self)
 
     def _get_backend(self, device: torch.device) -> Any:
         """What carries the tensors of a device: this group for CPUs."""

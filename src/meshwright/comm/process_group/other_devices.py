@@ -4,10 +4,12 @@ import threading
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from meshwright.comm.process_group.identity import NAME
 from meshwright.comm.process_group.work import GroupError
+from meshwright.torch_private import is_registered
 
 
 class OtherDevices:
@@ -20,9 +22,11 @@ class OtherDevices:
         self._lock = threading.Lock()
         self._backends: dict[str, Any] = {}
 
-    def devices(self, group: dist.ProcessGroup) -> tuple[str, ...]:
-        """The kinds of devices for which the program has named another backend."""
-        return tuple(self._named(group))
+    def device_types(self, group: dist.ProcessGroup) -> list[torch.device]:
+        """The kinds of devices whose tensors the group carries: CPUs, and those for which the program has named another
+        backend. PyTorch 2.15 asks for them while it makes the group. No kinds are known then, so it attaches none of
+        its recorders, which need a group in C++."""
+        return [torch.device(kind) for kind in ("cpu", *self._named(group))] if is_registered(group) else []
 
     def has(self, group: dist.ProcessGroup, device: str) -> bool:
         """Whether the program has named a backend for tensors of this kind of device."""
