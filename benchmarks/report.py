@@ -24,6 +24,7 @@ from tests.distributed.pool import Ranks
 T = TypeVar("T")
 BySide = Mapping[str, Sequence[float]]
 RESULTS = Path(__file__).parent / "results"
+RUNS = Path(__file__).parents[1] / "runs"
 COMMIT = commit_of(Path(__file__).parent)
 """When the benchmark began."""
 
@@ -184,7 +185,7 @@ def kept(benchmark: str, case: str, form: type[T], compute: Callable[[], T]) -> 
     Args:
         form: the type of the result, which JSON can hold.
     """
-    path = Path(__file__).parents[1] / "runs" / benchmark / COMMIT / f"{case}.json"
+    path = RUNS / benchmark / COMMIT / f"{case}.json"
     if path.exists():
         return msgspec.json.decode(path.read_bytes(), type=form)
     result = compute()

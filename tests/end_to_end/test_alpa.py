@@ -14,6 +14,7 @@ from benchmarks import report
 from meshwright.api.alpa import model_of, planned_pair
 from meshwright.api.gshard import MoE, MoEConfig
 from meshwright.bench.lint import lint
+from meshwright.bench.provenance import CHANGED
 from meshwright.cli import run as cli
 from meshwright.cost.optimizer import OptimizerCost
 from meshwright.ir import files
@@ -73,6 +74,21 @@ def test_the_result_file_judges_errors_winners_and_the_joint_plan(
     written = files.load(tmp_path / "alpa.json", Result)
     assert lint(written) == ()
     assert [finding.verdict for finding in written.findings] == [*verdicts, *["reported"] * len(alpa.PAIRS)]
+
+
+def test_finished_pairs_are_kept_for_their_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    planned: list[str] = []
+
+    def plan(pair: AlpaPair) -> Compared:
+        planned.append(report.COMMIT)
+        return Compared(pair, {"manual": PlannerResult(layout="dp2", step_s=float(len(planned)))})
+
+    monkeypatch.setattr(report, "RUNS", tmp_path)
+    monkeypatch.setattr(benchmark, "planned_pair", plan)
+    for commit in ("0123456789ab", "0123456789ab", "ba9876543210", f"ba9876543210{CHANGED}", f"ba9876543210{CHANGED}"):
+        monkeypatch.setattr(report, "COMMIT", commit)
+        assert benchmark.compared(TINY).results["manual"].step_s == len(planned)
+    assert planned == ["0123456789ab", "ba9876543210", *[f"ba9876543210{CHANGED}"] * 2], "changed files are not kept"
 
 
 def test_models_have_the_published_sizes() -> None:
