@@ -24,7 +24,7 @@ PARTS = (
     Part("ranks", "layouts of several GPUs beside one process, DDP, FSDP2, tensor parallel, pipelining", 60, 200, True),
     Part("launches", "a small GPT with and without graphs, compiled and not, beside PyTorch", 20, 80),
     Part("attention", "attention at 8,192 tokens", 15, 60),
-    Part("float8", "products in float8 beside the CPU's numbers, and beside steps in bfloat16", 25, 60),
+    Part("float8", "products in float8 beside those of the rounded numbers, and steps beside bfloat16", 25, 60),
     Part("calibrate", "kernels, launches, copies and links of this machine", 20, 90),
     Part("llama", "a Llama-like model of 1.2 B parameters beside eager PyTorch and torch.compile", 40, 150),
     Part("foretold", "dry runs and predictions, by the catalog and as calibrated, beside what was measured", 20, 120),

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 import meshwright as mw
 from benchmarks.gpu.context import Context
@@ -84,6 +85,8 @@ def run(context: Context) -> None:
         compiled = tried(f"{work.name}: {COMPILED}", lambda: _compiled(context, model, optimizer, batch))
         if compiled is not None:
             sides[COMPILED] = compiled
+    for name, step in sides.items():
+        tried(f"{work.name}: kernels of {name}", functools.partial(print_kernels, context, name, step))
     if ours is not None and len(sides) > 1:
         tried(f"{work.name}: ours beside PyTorch", lambda: _compared(context, work, sides, settings))
 
@@ -140,6 +143,7 @@ def _alone(context: Context, work: Workload, model: nn.Module, settings: Mapping
     """Measure our step without a compiler, alone."""
     step = _ours(context, work, model, settings, compile=False)
     _utilization(context, work, flops, settings, step, OPERATORS)
+    print_kernels(context, OPERATORS, step)
 
 
 def _utilization(
@@ -204,6 +208,22 @@ def compare_prediction(
             measured=f"{off:+.1%}: predicted {foretold / 2**30:.2f} GiB, measured {peak_bytes / 2**30:.2f} GiB",
         )
     )
+
+
+def print_kernels(context: Context, name: str, step: Step) -> None:
+    """Print the kernels of a step that take the longest: for the log, which tells where the time goes."""
+    if context.device.type != "cuda" or context.left_s < 15:
+        return
+    step()
+    context.settle()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        _, taken_s = context.once(step)
+    rows = sorted(profiler.key_averages(), key=lambda row: -row.self_device_time_total)
+    whole_ms = sum(row.self_device_time_total for row in rows) / 1e3
+    print(f"{name}: {sum(row.count for row in rows)} kernels take {whole_ms:.2f} ms of {taken_s * 1e3:.2f} ms")
+    for row in rows[:16]:
+        print(f"  {row.self_device_time_total / 1e3:9.3f} ms {row.count:6} x {row.key[:140]}")
+    print(flush=True)
 
 
 # --- peers ------------------------------------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ def test_a_part_has_the_numbers_of_the_whole(part: Any, name: str, dtype: torch.
         -1,
     )
     like = torch.empty_like(expected)
-    with patch.multiple(philox, _TILE=tile, DRAWN_BLOCKS=tile):
+    with patch.multiple(philox, _TILE=tile, _LARGE_TILE=tile):
         assert torch.equal(kernel(like, *parameters, KEY, SALT, *place), expected)
         with patch.object(philox, "_by_numpy", philox._by_pytorch):
             assert torch.equal(kernel(like, *parameters, KEY, SALT, *place), expected)

@@ -60,7 +60,8 @@ def test_nan_is_seen(algorithm: str, place: int) -> None:
     values[place][0, 0, 3, 1] = math.nan
     output, _, *gradients = whole(values, None, (True, 0, 0), algorithm)
     assert output[0, 0].isnan().any()
-    assert all(gradient[0, 0].isnan().any() for gradient in gradients)
+    seen = [bool(gradient[0, 0].isnan().any()) for gradient in gradients]
+    assert seen == [True, True, place != 2]  # the gradient of values does not depend on values
     assert not output[1].isnan().any()
 
 

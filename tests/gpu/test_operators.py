@@ -1,4 +1,4 @@
-"""Meshwright's own operators on a CUDA device: experts in groups, and random numbers by counters."""
+"""Meshwright's own operators on a CUDA device: experts in groups, random numbers by counters, numbers in float8."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.ops import experts, philox
+from meshwright.ops import experts, float8, philox
 from meshwright.ops.grouped_experts import has_grouped_product
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -99,3 +99,37 @@ def test_a_key_on_the_device_draws_the_same_numbers() -> None:
     by_number = philox.bernoulli(like, 0.5, KEY, SALT)
     by_tensor = philox.bernoulli(like, 0.5, torch.tensor(KEY, device=DEVICE), SALT)
     assert torch.equal(by_number, by_tensor)
+
+
+@pytest.mark.parametrize(
+    ("shape", "place"),
+    [
+        ((4, 37), ([6, 8000], [1, 4003], [4, 37], 1, -1)),
+        ((3, 10), ([6, 3, 9], [2, 1, 4], [3, 2, 5], 2, -1)),
+        ((2, 4, 5), ([2, 12, 5], [0, 0, 0], [2, 4, 5], 1, 1)),
+    ],
+    ids=["columns", "two letters", "micro-batch"],
+)
+def test_a_part_draws_the_numbers_of_the_cpu(shape: tuple[int, ...], place: Any) -> None:
+    like = torch.empty(shape, dtype=torch.float64)
+    key = philox.key_of(2, 7, 1)
+    numbers = [philox.uniform(each, 0.0, 1.0, key, SALT, *place).cpu() for each in (like, like.to(DEVICE))]
+    torch.testing.assert_close(*numbers, rtol=1e-12, atol=1e-12)
+    there = torch.tensor(key, device=DEVICE)
+    assert torch.equal(philox.uniform(like.to(DEVICE), 0.0, 1.0, there, SALT, *place).cpu(), numbers[1])
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("dim", [-1, 0, 1])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_numbers_are_rounded_to_float8_as_by_pytorch(name: str, dim: int, transposed: bool) -> None:
+    torch.manual_seed(0)
+    value = torch.randn(70, 130, device=DEVICE, dtype=torch.bfloat16)
+    value[3, 5] = torch.nan
+    value = value.t() if transposed else value
+    scale, dtype = float8.scale_of(float8.largest(value.nan_to_num(), dim), name), float8.FORMATS[name]
+    expected = (value.float() / scale).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype).float()
+    for by_columns in (False, True):
+        actual = float8.round_to_float8(value, scale, dtype, by_columns=by_columns)
+        assert actual.stride(0 if by_columns else 1) == 1
+        torch.testing.assert_close(actual.float(), expected, rtol=0.0, atol=0.0, equal_nan=True)

@@ -92,8 +92,7 @@ def _kernel_bytes(sizes: AttentionSizes, dtype: str, backward: bool, on_cpu: boo
         scores, held = _scores_bytes(sizes, dtype, sizes.held), _HELD[backward] + sizes.dropout
         if not sizes.dropout or on_cpu:
             return held * scores
-        wide = dtype if ITEM_BYTES[dtype] > 4 else "float32"
-        drawing = drawing_bytes("bernoulli", (sizes.batch, sizes.queries, sizes.held), wide)
+        drawing = drawing_bytes((sizes.batch, sizes.queries, sizes.held))
         return max(held * scores, _HELD_DRAWING[backward] * scores + drawing)
     taken = _terms_bytes(sizes, dtype, algorithm, on_cpu) + (1 + backward) * _repeated_bytes(sizes, dtype, algorithm)
     if backward and not on_cpu:

@@ -121,19 +121,10 @@ products ask for; rows of a block that is multiplied alone in other dtypes; and 
 copied for such blocks at once."""
 
 
-DRAWN_BLOCKS = 2**21
-"""The most blocks of random numbers that a device computes together (``ops/philox.py``): enough to fill a GPU."""
-_DRAWING_BYTES = {"bernoulli": 120, "uniform": 104, "normal": 152}
-"""Bytes of a block's temporary tensors when most of them live, apart from uniform or normal numbers."""
-
-
-def drawing_bytes(name: str, shape: Sequence[int], dtype: str) -> int:
-    """Bytes of temporary tensors while a device draws random numbers of a shape with the operator ``name``, beside the
-    numbers themselves."""
-    masks, item = name == "bernoulli", max(ITEM_BYTES[dtype], 4 * (name == "normal"))
-    in_block = 4 if dtype == "float64" and not masks else 8
-    blocks = prod(shape[:-1]) * -(-shape[-1] // in_block) if shape else 1
-    return min(blocks, DRAWN_BLOCKS) * (_DRAWING_BYTES[name] + (0 if masks else in_block * item))
+def drawing_bytes(shape: Sequence[int]) -> int:
+    """Bytes of temporary tensors while a GPU draws random numbers of a shape, beside the numbers themselves: a number
+    for each row (``ops/philox.py``)."""
+    return 8 * prod(shape[:-1])
 
 
 class ExpertSizes(NamedTuple):

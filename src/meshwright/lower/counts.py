@@ -232,7 +232,7 @@ def _kernel(
             operands.insert(3 + backward, _operand(mask))
         attention = attention_of(backward, operands, settings)
     sizes = _expert_sizes(call) if call.target in experts.KERNELS else None
-    drawn = drawing_bytes(str(call.target).split(".")[1], call.outputs[0].shape, dtype) if kind == "random" else 0
+    drawn = drawing_bytes(call.outputs[0].shape) if kind == "random" else 0
     return Kernel(
         kind, dtype, flops, moved_bytes, product=product, attention=attention, experts=sizes, workspace_bytes=drawn
     )

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from meshwright.ir.operator_algorithm import FLOAT8_MULTIPLE, float8_of
 from meshwright.ops.base import Local
-from meshwright.ops.library import define
-from meshwright.torch_private import scaled_mm
+from meshwright.ops.library import define, uses_triton
+from meshwright.torch_private import FakeTensor, scaled_mm
 
 ours = torch.ops.meshwright
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -39,11 +39,26 @@ def largest(value: Tensor, dim: int) -> Tensor:
     return torch.linalg.vector_norm(value, float("inf"), dims, keepdim=dim >= 0, dtype=_wide(value.dtype))
 
 
-def rounded(value: Tensor, most: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """A tensor in float8, and the scale by which it is multiplied. ``most`` is its largest magnitude."""
-    limit, dtype = torch.finfo(FORMATS[name]).max, _wide(value.dtype)
-    scale = most.clamp_min(LEAST) / limit
-    return (value.to(dtype) / scale).clamp(-limit, limit).to(FORMATS[name]), scale
+def scale_of(most: Tensor, name: str) -> Tensor:
+    """The scale of numbers whose largest magnitude is ``most``, in the format ``name``."""
+    return most.clamp_min(LEAST) / torch.finfo(FORMATS[name]).max
+
+
+def round_to_float8(value: Tensor, scale: Tensor, dtype: torch.dtype, *, by_columns: bool) -> Tensor:
+    """``value / scale`` [r, c] in float8. ``scale``: of one element, [r, 1] or [1, c]. The result lies in memory row
+    after row, or column after column, as a device's kernel reads it."""
+    if uses_triton(value) and value.dtype != torch.float64:
+        shape = value.shape[::-1] if by_columns else value.shape
+        result = value.new_empty(shape, dtype=dtype)
+        result = result.t() if by_columns else result
+        if value.numel() and not isinstance(value, FakeTensor):
+            from meshwright.ops import gpu_kernels
+
+            gpu_kernels.round_to_float8(value, scale, result)
+        return result
+    limit = torch.finfo(dtype).max
+    result = (value.to(scale.dtype) / scale).clamp(-limit, limit).to(dtype)
+    return result.t().contiguous().t() if by_columns else result.contiguous()
 
 
 def multiply(
@@ -51,14 +66,13 @@ def multiply(
 ) -> Tensor:
     """Round both matrices to float8 and multiply them. The result has the dtype of ``left``. Products in float64, and
     sizes for which PyTorch has no kernel, multiply the rounded values in the wider dtype."""
-    first, first_scale = rounded(left, left_most, left_format)
-    second, second_scale = rounded(right, right_most, right_format)
+    first_scale, second_scale = scale_of(left_most, left_format), scale_of(right_most, right_format)
+    first = round_to_float8(left, first_scale, FORMATS[left_format], by_columns=False)
+    second = round_to_float8(right, second_scale, FORMATS[right_format], by_columns=True)
     (_, inner), columns = left.shape, right.shape[1]
     if left.dtype == torch.float64 or inner % FLOAT8_MULTIPLE or columns % FLOAT8_MULTIPLE or not left.numel():
         dtype = _wide(left.dtype)
         return ((first.to(dtype) * first_scale) @ (second.to(dtype) * second_scale)).to(left.dtype)
-    if second.stride(0) != 1:  # the kernel reads the right matrix by columns
-        second = second.t().contiguous().t()
     return scaled_mm(first, second, scale_a=first_scale, scale_b=second_scale, out_dtype=left.dtype)
 
 

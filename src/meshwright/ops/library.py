@@ -1,13 +1,19 @@
 """Operators of this project: how they are defined, and a gradient of cross-entropy."""
 
+import functools
+import logging
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.library import Library
 
+from meshwright.torch_private import FakeTensor
+
 LIBRARY = Library("meshwright", "DEF")
+log = logging.getLogger(__name__)
 
 
 def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
@@ -19,6 +25,20 @@ def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) ->
         LIBRARY.impl(name, kernel, device)
     torch.library.register_fake(f"meshwright::{name}", fake, lib=LIBRARY)
     getattr(torch.ops.meshwright, name).default.kernel = kernel
+
+
+def uses_triton(value: Tensor) -> bool:
+    """Whether kernels in Triton (``gpu_kernels.py``) work on a tensor. They do on CUDA devices. PyTorch for CUDA brings
+    Triton on Linux; without it, operators of PyTorch do the same work more slowly."""
+    return value.device.type == "cuda" and (isinstance(value, FakeTensor) or _has_triton())
+
+
+@functools.cache
+def _has_triton() -> bool:
+    has = find_spec("triton") is not None
+    if not has:
+        log.warning("Triton is not installed: random numbers and products in float8 take several times as long")
+    return has
 
 
 _MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)

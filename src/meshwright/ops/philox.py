@@ -8,8 +8,8 @@ tensor, over all ranks and micro-batches. A block follows from four words of cou
     key        seed and step | 0
 
 A rank computes the blocks of its own part. So an element has the same number under every layout, and again when its
-block of the model is recomputed. CPUs run NumPy's Philox. Other devices run integer operations of PyTorch, which give
-the same words and for which the host never waits.
+block of the model is recomputed. CPUs run NumPy's Philox, CUDA devices a kernel in Triton (``gpu_kernels.py``). Other
+devices run integer operations of PyTorch. All give the same words, and the host waits for none of them.
 
 The operators ``bernoulli``, ``uniform`` and ``normal`` draw a tensor like the given one. The place of a part is given
 by letters, the factors of the whole tensor's dims: each has a size, and the part has ``lengths`` indices of it from
@@ -22,21 +22,21 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from itertools import product
 from operator import xor
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from meshwright.ir.kernel import DRAWN_BLOCKS
-from meshwright.ops.library import KEY, define, mix
+from meshwright.ops.library import KEY, define, mix, uses_triton
+from meshwright.torch_private import FakeTensor
 
 _MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
 _INCREMENTS = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
 _WORD, _HALF = (1 << 64) - 1, (1 << 32) - 1
 _MICROBATCHES = 1 << 16
-_TILE = 1 << 14
-"""The number of blocks that a CPU computes together: few enough for its cache."""
+_TILE, _LARGE_TILE = 1 << 14, 1 << 21
+"""The number of blocks that a CPU computes together, few enough for its cache, and that operators of PyTorch do."""
 _GAP = 200
 """Blocks that NumPy computes in the time of one call."""
 
@@ -44,6 +44,7 @@ Word = int | Tensor
 """A word of 64 bits, or a tensor of words in int64."""
 Convert = Callable[[Tensor], Tensor]
 """Makes numbers [r, n] of blocks [r, 4 b] in int64."""
+Kind = Literal["bernoulli", "uniform", "normal"]
 
 
 def key_of(microbatch: int, *numbers: int) -> int:
@@ -186,14 +187,38 @@ def _by_numpy(part: Part, blocks: Run, across: int, key: int, salt: int, result:
 
 def _by_pytorch(part: Part, blocks: Run, across: int, key: Word, salt: int, result: Tensor) -> Iterator[Tile]:
     rows = _indices(part.outer, result.device).unsqueeze(1) * across
-    for low, high, first, last in _tiles(len(rows), blocks, DRAWN_BLOCKS):
+    for low, high, first, last in _tiles(len(rows), blocks, _LARGE_TILE):
         position = rows[low:high] + torch.arange(first, last, device=result.device)
         words = philox((position, salt, 0, 0), (key, 0))
         yield slice(low, high), first, torch.stack(words, -1).flatten(1)  # type: ignore[arg-type]
 
 
+def _by_triton(
+    into: Tensor, part: Part, key: Word, salt: int, kind: Kind, per_block: int, parameters: Sequence[float]
+) -> None:
+    """Fill a contiguous tensor on a CUDA device in one pass."""
+    rows = _indices(part.outer, into.device)
+    if isinstance(into, FakeTensor):
+        return
+    from meshwright.ops import gpu_kernels
+
+    gpu_kernels.draw(
+        into.view(len(rows), -1), rows, -(-part.width // per_block), _runs(part.inner), key, salt, per_block, kind,
+        (parameters[0], parameters[-1]), _limit(parameters[0]) if kind == "bernoulli" else 0,
+        _bits(into.dtype if kind == "uniform" else torch.promote_types(into.dtype, torch.float32)),
+    )  # fmt: skip
+
+
+def _limit(probability: float) -> int:
+    return round(probability * 2.0**32) - 2**31  # words count from -2 ** 31
+
+
+def _bits(dtype: torch.dtype) -> int:
+    return round(1 - math.log2(torch.finfo(dtype).eps))
+
+
 def _bernoulli(dtype: torch.dtype, probability: float) -> Convert:
-    limit = round(probability * 2.0**32) - 2**31  # words count from -2 ** 31
+    limit = _limit(probability)
     if limit == 2**31:
         return lambda words: torch.ones_like(words.view(torch.int32), dtype=dtype)
     return lambda words: words.view(torch.int32) < limit
@@ -201,7 +226,7 @@ def _bernoulli(dtype: torch.dtype, probability: float) -> Convert:
 
 def _fractions(words: Tensor, dtype: torch.dtype) -> Tensor:
     """Numbers of [0, 1) with as many bits as the dtype's mantissa, from half a word each; in float64, from a word."""
-    bits = round(1 - math.log2(torch.finfo(dtype).eps))
+    bits = _bits(dtype)
     source, size = (words, 64) if dtype == torch.float64 else (words.view(torch.int32), 32)
     return (source >> size - bits).to(dtype).add_(2.0 ** (bits - 1)).mul_(2.0**-bits)
 
@@ -227,7 +252,9 @@ def _normal(dtype: torch.dtype, mean: float, std: float) -> Convert:
 _WHOLE: tuple[Any, ...] = ((), (), (), 1, -1)
 
 
-def _drawn(make: Callable[..., Convert], num_parameters: int, per_block: Callable[[torch.dtype], int]) -> Any:
+def _drawn(
+    kind: Kind, make: Callable[..., Convert], num_parameters: int, per_block: Callable[[torch.dtype], int]
+) -> Any:
     """Return a kernel that draws a tensor like the given one. Its random key is a number, or a tensor of a number on
     the device, which graphs read whenever they run."""
 
@@ -243,9 +270,11 @@ def _drawn(make: Callable[..., Convert], num_parameters: int, per_block: Callabl
         if not result.is_contiguous():
             contiguous = torch.empty_like(like, memory_format=torch.contiguous_format)
         if result.numel():
-            part = Part(letters[:-inner], letters[-inner:])
-            convert = make(like.dtype, *parameters)
-            _fill(contiguous, part, random_key - microbatch, salt, per_block(like.dtype), convert)
+            part, key = Part(letters[:-inner], letters[-inner:]), random_key - microbatch
+            if uses_triton(like):
+                _by_triton(contiguous, part, key, salt, kind, per_block(like.dtype), parameters)
+            else:
+                _fill(contiguous, part, key, salt, per_block(like.dtype), make(like.dtype, *parameters))
         return result if contiguous is result else result.copy_(contiguous)
 
     return kernel
@@ -255,8 +284,8 @@ def _by_dtype(dtype: torch.dtype) -> int:
     return 4 if dtype == torch.float64 else 8
 
 
-bernoulli = _drawn(_bernoulli, 1, lambda dtype: 8)
-uniform, normal = (_drawn(make, 2, _by_dtype) for make in (_uniform, _normal))
+bernoulli = _drawn("bernoulli", _bernoulli, 1, lambda dtype: 8)
+uniform, normal = _drawn("uniform", _uniform, 2, _by_dtype), _drawn("normal", _normal, 2, _by_dtype)
 _PLACE = "int[] sizes=[], int[] begins=[], int[] lengths=[], int inner=1, int time=-1"
 for _name, _parameters, _kernel in (
     ("bernoulli", "float probability", bernoulli), ("uniform", "float low, float high", uniform),
