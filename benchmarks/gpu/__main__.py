@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     output = options.output or (scratch if options.rehearse else RESULTS)
     output.mkdir(parents=True, exist_ok=True)
-    results = Results(output, scratch, needs.commit(), rehearsed=options.rehearse)
+    results = Results(output, scratch, needs.commit(), rehearsed=options.rehearse, only=options.only or ())
     environment = dict(os.environ) | {
         "PYTHONPATH": os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH", "")])]),
         "PYTHONUNBUFFERED": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "XDG_CACHE_HOME": str(scratch / "cache"),

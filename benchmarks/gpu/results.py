@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 
@@ -23,10 +24,12 @@ TIMED = (
 
 
 class Results:
-    """Collects what parts have found. ``folder`` is that of the result files, ``scratch`` that of the parts."""
+    """Collects what parts have found. ``folder`` is that of the result files, ``scratch`` that of the parts. ``only``:
+    the parts that were chosen; the files are named after them, and leave those of a whole run as they are."""
 
-    def __init__(self, folder: Path, scratch: Path, commit: str, *, rehearsed: bool) -> None:
+    def __init__(self, folder: Path, scratch: Path, commit: str, *, rehearsed: bool, only: Sequence[str] = ()) -> None:
         self._folder, self._scratch, self._commit, self._rehearsed = folder, scratch, commit, rehearsed
+        self._only = only
         self.log = folder / "gpu.log"
         self.log.write_bytes(b"")
         self._machine = Machine()
@@ -69,15 +72,15 @@ class Results:
     def write(self) -> None:
         """Write the results so far."""
         device = self._machine.accelerators[0] if self._machine.accelerators else "cpu"
-        name = "gpu-" + re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+        name = "-".join(["gpu", re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-"), *self._only])
         result = Result(
             name=name, command=COMMAND, script="benchmarks/gpu/__main__.py", commit=self._commit,
             date=date.today().isoformat(), machine=self._machine, versions=self._versions, timed=TIMED,
             settings=self._settings, findings=tuple(self._findings),
         )  # fmt: skip
         refusals = [str(each) for each in lint(result)]
-        for old in self._folder.glob(f"{name}*.json"):
-            old.unlink()
+        for old in (f"{name}.json", f"{name}.refused.json"):
+            (self._folder / old).unlink(missing_ok=True)
         files.save(result, self._folder / f"{name}{'.refused' if refusals else ''}.json")
         (self._folder / f"{name}.md").write_text(self._page(result, refusals), encoding="utf-8")
         shutil.copyfile(self.log, self._folder / f"{name}.log")

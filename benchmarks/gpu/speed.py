@@ -37,6 +37,9 @@ LOSS_SPREAD = 0.01
 SCORES = 1.3
 """The most peak memory of attention at 8,192 tokens, beside eager PyTorch's."""
 
+KERNELS = 40
+"""The kernels of a step that are printed."""
+
 Step = Callable[[], Tensor]
 
 
@@ -164,7 +167,7 @@ def _utilization(
                 target=f"{work.name}, {name}: at least {MFU:.0%} of the peak", series=series, flops=flops,
                 verdict="reported" if context.rehearse else "pass" if reached.low >= MFU else "fail"
                 if reached.high < MFU else "undecided", fraction=reached.value, interval=reached.interval,
-                measured=f"{reached.value:.1%} (95 %: {reached.low:.1%} to {reached.high:.1%}); "
+                limit=MFU, measured=f"{reached.value:.1%} (95 %: {reached.low:.1%} to {reached.high:.1%}); "
                 f"{work.tokens / series.value_s:,.0f} tok/s, peak memory {peak / 2**30:.2f} GiB",
                 peak=Peak(flops_per_s=top, dtype="bfloat16", found=f"data sheet of {cluster.device.name}, dense"),
             ), settings,
@@ -219,10 +222,12 @@ def print_kernels(context: Context, name: str, step: Step) -> None:
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         _, taken_s = context.once(step)
     rows = sorted(profiler.key_averages(), key=lambda row: -row.self_device_time_total)
+    rows = [row for row in rows if row.self_device_time_total]
     whole_ms = sum(row.self_device_time_total for row in rows) / 1e3
     print(f"{name}: {sum(row.count for row in rows)} kernels take {whole_ms:.2f} ms of {taken_s * 1e3:.2f} ms")
-    for row in rows[:16]:
-        print(f"  {row.self_device_time_total / 1e3:9.3f} ms {row.count:6} x {row.key[:140]}")
+    for row in rows[:KERNELS]:
+        name = row.key.replace("at::native::", "").replace("(anonymous namespace)::", "").removeprefix("void ")
+        print(f"  {row.self_device_time_total / 1e3:9.3f} ms {row.count:6} x {name[:200]}")
     print(flush=True)
 
 

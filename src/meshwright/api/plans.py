@@ -41,7 +41,7 @@ from meshwright.planner.foretell import foretell
 from meshwright.planner.opaque_notes import with_region_notes
 from meshwright.planner.replicas import choose_rule
 from meshwright.planner.time_limit import TimeLimit
-from meshwright.runtime.optimizer import OptimizerFactory
+from meshwright.runtime.optimizer import OptimizerFactory, takes_fused
 from meshwright.schedules.replicas import all_ranks, num_ranks, of_replica
 from meshwright.simulate.faults import Faults
 
@@ -323,7 +323,7 @@ def cost_of(factory: OptimizerFactory | None, graph: Graph) -> OptimizerCost:
     if isinstance(optimizer, optim.MasterWeights):
         inner = _cost_of_kind(optimizer.inner)
         # in units of the parameter's bytes, of which a float32 state has twice as many
-        return msgspec.structs.replace(inner, states=2 * (inner.states + 1), moved=2 * (inner.moved + 2))
+        return msgspec.structs.replace(inner, states=2 * (inner.states + 1), moved=2 * (inner.moved + 2), fused=0)
     return _cost_of_kind(optimizer)
 
 
@@ -337,7 +337,10 @@ def _cost_of_kind(optimizer: torch.optim.Optimizer) -> OptimizerCost:
     options = {option for kind, options in _STATES.items() if isinstance(optimizer, kind) for option in options}
     more = sum(any(group.get(option) for group in optimizer.param_groups) for option in options)
     own = all(type(optimizer) not in kinds for kinds, _ in _COSTS)  # a subclass may read whole tensors
-    return msgspec.structs.replace(base, states=base.states + more, moved=base.moved + 2 * more, divides=not own)
+    fused = base.fused + 2 * more if base.fused and takes_fused(optimizer) else 0
+    return msgspec.structs.replace(
+        base, states=base.states + more, moved=base.moved + 2 * more, divides=not own, fused=fused
+    )
 
 
 _UNKNOWN = msgspec.structs.replace(ADAMW, divides=False)
@@ -347,7 +350,7 @@ _COSTS: tuple[tuple[tuple[type[torch.optim.Optimizer], ...], OptimizerCost], ...
     ((optim.OneBitAdam, optim.ZeroOneAdam), ADAMW),
     ((optim.LAMB,), cost.LAMB),
     ((optim.LARS, optim.LARC), cost.LARS),
-    ((torch.optim.RMSprop, torch.optim.Adagrad), cost.MOMENTUM),
+    ((torch.optim.RMSprop, torch.optim.Adagrad), cost.RMSPROP),
     ((torch.optim.SGD,), cost.SGD),
 )
 """Pairs (optimizer classes, cost). The first match counts; AdamW comes first, because it is a subclass of Adam."""

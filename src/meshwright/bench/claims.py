@@ -247,6 +247,9 @@ def verdict(result: Result) -> Found:
         elif isinstance(finding, Accuracy):
             limit = finding.least if finding.least is not None else finding.most
             kept = _all_kept((finding.value,), least=finding.least, most=finding.most)
+        elif isinstance(finding, Utilization):
+            limit = finding.limit
+            kept = _all_kept((finding.fraction, *(finding.interval or ())), least=limit)
         else:
             limit, kept = None, True
         if limit is None:

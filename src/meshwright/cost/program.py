@@ -282,25 +282,29 @@ class _Stage:
 
     def _update(self) -> Cost:
         """The cost of checking the loss, of clipping, and of the optimizer. Each pass is launched once for all
-        parameters (PyTorch's ``foreach``), but the time of its kernels is counted separately for each parameter."""
-        rates, each = self.costs.rates, self.optimizer
+        parameters (PyTorch's ``foreach``), but the time of its kernels is counted separately for each parameter. The
+        fused kernel of a GPU takes all parameters together."""
+        rates, on_cpu = self.costs.rates, self.blocking
         parameters = [parameter.bytes for parameter in self.program.parameters if parameter.name in self.trained]
         cost = Cost(CHECK_KERNELS * rates.kernel_s)
-        if self.plan.precision in ("bfloat16", "float16"):  # gradients are checked and unscaled
+        scaled = self.plan.precision == "float16" or (self.plan.precision == "bfloat16" and on_cpu)
+        if scaled or self.plan.precision == "bfloat16":  # gradients are checked, and unscaled in place
             for size in parameters:
-                cost += rates.memory_bound("update", 2 * size)
+                cost += rates.memory_bound("update", (1 + scaled) * size)
         if self.clips:
             for size in parameters:
                 cost += rates.memory_bound("reduction", size)
                 cost += rates.memory_bound("update", 2 * size)
-        for size in parameters:
-            for _ in range(each.kernels):
-                cost += rates.memory_bound("update", each.moved / each.kernels * size)
+        moved, passes = self.optimizer.passes(on_cpu=on_cpu)
+        together = self.optimizer.fused and not on_cpu
+        for size in [sum(parameters)] if together else parameters:
+            for _ in range(passes):
+                cost += rates.memory_bound("update", moved * size)
         if self._offloads:  # state moves to the device and back; only time beyond the kernels' time counts
-            moved = 2 * each.states * sum(parameters)
-            cost += Cost(max(0.0, moved * HOST_S_PER_BYTE - cost.seconds), 0.0, moved)
-        scaled = self.plan.precision in ("bfloat16", "float16")
-        return msgspec.structs.replace(cost, launches=CHECK_KERNELS + scaled + 2 * self.clips + each.kernels)
+            state_bytes = 2 * self.optimizer.states * sum(parameters)
+            cost += Cost(max(0.0, state_bytes * HOST_S_PER_BYTE - cost.seconds), 0.0, state_bytes)
+        checks = CHECK_KERNELS + (self.plan.precision in ("bfloat16", "float16")) + 2 * self.clips
+        return msgspec.structs.replace(cost, launches=checks + passes)
 
     # --- memory ------------------------------------------------------------------------------------------------------
 

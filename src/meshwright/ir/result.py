@@ -164,6 +164,8 @@ class Utilization(_Finding, frozen=True, kw_only=True, tag="utilization"):
     """The reached FLOP/s, divided by the peak."""
     interval: Interval | None = None
     """The interval that holds 95 % of the fractions when repetitions are resampled."""
+    limit: float | None = None
+    """The smallest fraction that passes."""
 
 
 class Accuracy(_Finding, frozen=True, kw_only=True, tag="accuracy"):

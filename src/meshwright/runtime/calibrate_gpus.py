@@ -17,13 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.comm.groups import meet
+from meshwright.cost.optimizer import ADAMW
 from meshwright.ir.cluster import CollectiveTiming
 from meshwright.ir.kernel import Product
 from meshwright.runtime import device as devices
 from meshwright.runtime import launch
 from meshwright.runtime.between import MeasuredSizes, Places, between, boxes_of_world
 from meshwright.runtime.measured import Measured
-from meshwright.runtime.probes import attention_probes, memory_probes
+from meshwright.runtime.probes import Probe, attention_probes, memory_probes
 from meshwright.runtime.stopwatch import Stopwatch
 
 Advance = Callable[[str], None]
@@ -98,7 +99,9 @@ def measure(effort: GpuEffort, advance: Advance, device: torch.device | str | No
 def _own(effort: GpuEffort, advance: Advance, device: torch.device) -> MeasuredGpu:
     clock = Stopwatch(device)
     with device:
-        probes = [*attention_probes(effort.lengths, effort.heads, effort.width), *memory_probes(effort.elements)]
+        probes = [*attention_probes(effort.lengths, effort.heads, effort.width)]
+        probes += [probe for probe in memory_probes(effort.elements) if probe.kind != "update"]
+        probes += map(_update, effort.elements)
         kernel_s, launch_s = _launches(clock)
         seconds: dict[tuple[str, float], list[float]] = {}
         products: dict[tuple[str, Product], list[float]] = {}
@@ -122,6 +125,14 @@ def _own(effort: GpuEffort, advance: Advance, device: torch.device) -> MeasuredG
         properties=devices.properties(device), measured=measured, products=rows, launch_s=launch_s,
         streamed_bytes_per_s=streamed, copies=copies, beside=beside,
     )  # fmt: skip
+
+
+def _update(count: int) -> Probe:
+    """An update by PyTorch's fused kernel of AdamW, which trainers run on GPUs."""
+    parameter = torch.nn.Parameter(torch.randn(count))
+    parameter.grad = torch.randn(count)
+    optimizer = torch.optim.AdamW([parameter], lr=1e-9, fused=True)
+    return Probe("update", ADAMW.fused * parameter.nbytes, optimizer.step)
 
 
 def _product(product: Product, dtype: str, device: torch.device) -> Callable[[], Tensor]:

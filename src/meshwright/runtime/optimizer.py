@@ -43,6 +43,17 @@ def check_factory(factory: Any, max_grad_norm: Any) -> None:
         )
 
 
+def takes_fused(optimizer: Optimizer, *, on_device: bool = True) -> bool:
+    """Whether an optimizer runs PyTorch's fused kernel if a trainer may choose: there is one, and no group of
+    parameters has chosen another implementation."""
+    groups = optimizer.param_groups
+    known = type(optimizer) in FUSED and not (on_device and isinstance(optimizer, torch.optim.Adagrad))
+    return known and all(
+        each["fused"] or (each["fused"] is None and not each["foreach"] and not each["differentiable"])
+        for each in groups
+    )
+
+
 def make_optimizer(factory: OptimizerFactory, parameters: LocalParameters, *, fused: bool = False) -> Optimizer:
     """Make the optimizer over this rank's parts of parameters. If only stages of other ranks are trained, it is empty.
 
@@ -70,9 +81,9 @@ def make_optimizer(factory: OptimizerFactory, parameters: LocalParameters, *, fu
             "trained"
         )
     on_device = parameters.device.type != "cpu"
-    if fused and type(optimizer) in FUSED and not (on_device and isinstance(optimizer, torch.optim.Adagrad)):
+    if fused and takes_fused(optimizer, on_device=on_device):
         for group in optimizer.param_groups:
-            if group["fused"] is None and not group["foreach"] and not group["differentiable"]:
+            if group["fused"] is None:
                 group["fused"] = all(value.is_floating_point() for value in group["params"])
     inner = optimizer.inner if isinstance(optimizer, MasterWeights) else optimizer
     if isinstance(inner, NeedsShardSums):

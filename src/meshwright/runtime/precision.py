@@ -118,17 +118,22 @@ class LossScale:
         return not float(self.unscaled(gradients, groups, loss))
 
     def unscaled(self, gradients: Sequence[Tensor], groups: Mapping[str, AxisGroup], loss: Tensor) -> Tensor:
-        """Divide the gradients by the scale, in place. Return on how many ranks they or the loss are not finite."""
+        """Divide the gradients by the scale, in place. Return on how many ranks they or the loss are not finite. On a
+        device, a scale of 1 needs no pass that writes."""
         found_inf = (~torch.isfinite(loss)).to(torch.float32).reshape(1)
-        if self.on_device:
-            inverse = self._scale.reciprocal().reshape(1)
+        if self.on_device and not self.dynamic:
+            if gradients:
+                largest = torch.nn.utils.get_total_norm(list(gradients), torch.inf)
+                found_inf = torch.maximum(found_inf, (~torch.isfinite(largest)).to(found_inf.dtype))
         else:
             inverse = torch.full((1,), 1.0 / self.value, device=self.device)
-        alike: dict[torch.dtype, list[Tensor]] = {}
-        for gradient in gradients:
-            alike.setdefault(gradient.dtype, []).append(gradient)
-        for values in alike.values():
-            unscale_and_check(values, found_inf, inverse)
+            if self.on_device:
+                inverse = self._scale.reciprocal().reshape(1)
+            alike: dict[torch.dtype, list[Tensor]] = {}
+            for gradient in gradients:
+                alike.setdefault(gradient.dtype, []).append(gradient)
+            for values in alike.values():
+                unscale_and_check(values, found_inf, inverse)
         for axis in sorted(groups, key=lambda axis: axis == "pp"):  # last, because stages may have other axes
             found_inf = sum_over(found_inf, groups[axis])
         return found_inf

@@ -72,8 +72,9 @@ class ClusterCosts:
 
     def update_s(self, num_bytes: float, optimizer: OptimizerCost) -> float:
         """Seconds of an update whose passes are limited by the device's memory."""
-        each = self._nodes.rates.memory_bound("update", optimizer.moved / optimizer.kernels * num_bytes).seconds
-        return optimizer.kernels * each
+        rates = self._nodes.rates
+        moved, passes = optimizer.passes(on_cpu=rates.device.kind == "cpu")
+        return passes * rates.memory_bound("update", moved * num_bytes).seconds
 
 
 class AlphaBetaCosts:
