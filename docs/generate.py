@@ -400,7 +400,8 @@ RESULTS = (
     "codecs", "consistency", "products", "message_driven", "convolution_algorithms", "data", "serving", "jobs",
     "faults", "campaign", "checkpoints", "conformance", "export", "planning", "search", "placements",
     "exhaustive", "uniform", "unlike", "alpa", "prediction", "memory", "large_batch", "lectures", "placements_truth",
-    "backend", "utilization", "scaling", "course", "ui", "dry_runs", "applications", "pieces",
+    "backend", "utilization", "scaling", "course", "ui", "dry_runs", "applications", "pieces", "gpu-nvidia-h200",
+    "gpu-nvidia-h200-gpt-calibrate-llama-foretold",
 )  # fmt: skip
 """The results that docs/measured.md shows, and whose misses README counts. Both name those without a file."""
 HEADLINES = (
