@@ -129,7 +129,8 @@ def random_cluster(random: np.random.Generator) -> Cluster:
         members = tuple(LevelMembers(count=1, device=device, levels=levels[:1]) for device in devices)
         levels = (msgspec.structs.replace(levels[-1], members=members),)
     count = int(np.prod(fan_outs))
-    return msgspec.structs.replace(cluster, num_devices=count, levels=levels, collectives=(), open_ended=False)
+    cluster = msgspec.structs.replace(cluster, num_devices=count, levels=levels, collectives=(), open_ended=False)
+    return cluster.without_graphs()
 
 
 # --- all plans --------------------------------------------------------------------------------------------------------

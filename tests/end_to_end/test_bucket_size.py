@@ -98,7 +98,8 @@ def only(reduced: int, gathered: int):  # type: ignore[no-untyped-def]
     ids=str,
 )
 def test_no_other_sizes_are_faster(layout: dict[str, int]) -> None:
-    exact = layout.get("zero", 0) < 2  # else the order of what is computed beside depends on the buckets
+    # With ZeRO 2, the order of what is computed beside depends on the buckets; with micro-batches, waits for the host.
+    exact = layout.get("zero", 0) < 2 and "microbatches" not in layout
     spread = []
     for cluster in (A100, network(0.0, 1e-10, A100), network(1e-3, 1e-12, A100)):
         steps = [foretell(lowering(), plan, cluster).played.step_s for plan in every_size(cluster, **layout)]
@@ -137,8 +138,8 @@ def test_a_layout_has_buckets_within_the_memory_that_is_given() -> None:
 
 def test_the_plan_says_what_other_sizes_cost() -> None:
     text = planned(GPU, zero=1).explain()
-    assert "gradients   4 buckets of at most 8 MiB   stands still " in text
-    assert "parameters  2 buckets of at most 16 MiB  stands still " in text
+    assert "gradients   4 buckets of at most 8 MiB  stands still " in text
+    assert "parameters  4 buckets of at most 8 MiB  stands still " in text
     assert "; 4 MiB +" in text
     assert ", 16 MiB +" in text
 

@@ -20,7 +20,7 @@ from meshwright.cost.closed_form import predict_step
 from meshwright.cost.occupancy import peak_memory
 from meshwright.cost.optimizer import ADAMW
 from meshwright.cost.program import step_work
-from meshwright.cost.work import Compute
+from meshwright.cost.work import Compute, without_launches
 from meshwright.errors import MeshwrightError
 from meshwright.ir.files import decode, encode_json
 from meshwright.ir.graph import Graph
@@ -171,7 +171,9 @@ SUBJECTS: dict[str, Callable[[], Graph]] = {
 }
 TIMES = {"own head": 0.04, "tied": 0.03, "batch norm": 0.05}
 PEAKS = {"own head": 0.05, "tied": 0.08, "batch norm": 0.25}
-"""Relative errors. The images are so small that a kernel's workspace is a large part of the peak."""
+HOST_TIMES = 0.15
+"""Relative errors. ``HOST_TIMES``: of steps in which a GPU waits for its host, which also makes views between layers.
+The images are so small that a kernel's workspace is a large part of the peak."""
 
 
 @cache
@@ -218,22 +220,25 @@ def test_assembled_stages_cost_what_the_program_of_the_model_costs(
     graph, lower = subject(name)
     chain, lower_layers = layers_of(name, cluster.name)
     prices = LayerPrices(chain, cluster, lower_layers, ADAMW, False, RANKS)
-    works, stages = prices.of(layout), layout.pp * layout.chunks
+    priced, stages = prices.of(layout), layout.pp * layout.chunks
     count = len(chain.layers)
     ranges = [range(number * count // stages, (number + 1) * count // stages) for number in range(stages)]
     accumulates = layout.microbatches > 1
-    assembled = assemble([works] * stages, chain.priced(ranges), layout.pipeline, ADAMW, accumulates=accumulates)
+    assembled = assemble([priced] * stages, chain.priced(ranges), layout.pipeline, ADAMW, accumulates=accumulates)
 
     ask = Ask(explains=False, lower=lower, fits_buckets=False, firsts=chain.firsts_of(ranges))
     plan = plan_layout(graph, layout, world_size=RANKS, cluster=cluster, ask=ask)
     text = encode_json(msgspec.structs.replace(plan, cluster="any", links={}, notes=()))
     real = step_work(program_of(name, text), plan, cluster, optimizer=ADAMW)
     schedule = schedule_of(plan)
-    expected, estimate = (predict_step(work, schedule, plan.mesh, cluster) for work in (real, assembled))
-    assert estimate.step_s == pytest.approx(expected.step_s, rel=TIMES[name])
-    assert estimate.compute_s == pytest.approx(expected.compute_s, rel=TIMES[name])
-    played = [foretell(lower, plan, cluster, work=work).played.step_s for work in (real, assembled)]
-    assert played[1] == pytest.approx(played[0], rel=2 * TIMES[name])
+    for free in (True, False):
+        works = [without_launches(work) if free else work for work in (real, assembled)]
+        rel = TIMES[name] if free else HOST_TIMES
+        expected, estimate = (predict_step(work, schedule, plan.mesh, cluster) for work in works)
+        assert estimate.step_s == pytest.approx(expected.step_s, rel=rel)
+        assert estimate.compute_s == pytest.approx(expected.compute_s, rel=rel)
+        played = [foretell(lower, plan, cluster, work=work).played.step_s for work in works]
+        assert played[1] == pytest.approx(played[0], rel=2 * rel)
     peaks = [max(rank.peak_bytes for rank in peak_memory(work, schedule)) for work in (real, assembled)]
     assert peaks[1] == pytest.approx(peaks[0], rel=max(0.1 if layout.zero else 0.0, PEAKS[name]))
 

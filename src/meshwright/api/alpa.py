@@ -3,7 +3,6 @@ GPUs."""
 
 from collections.abc import Callable, Sequence
 
-import msgspec
 import torch
 from torch import nn
 
@@ -17,7 +16,6 @@ from meshwright.ir.graph import Graph
 from meshwright.ir.layout_text import layout_text
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import GPT, GPTConfig, WideResNet, classification_loss, language_model_loss
-from meshwright.planner.foretell import foretell
 from meshwright.planner.layout_search import Search
 from meshwright.planner.time_limit import TimeLimit
 from meshwright.worked import SEARCHED, Worked, alpa
@@ -45,7 +43,7 @@ def recompute_alpa(name: str, pairs: Sequence[AlpaPair] | None = None, began: Sa
 @nothing_collected()
 def planned_pair(pair: AlpaPair, began: Say = lambda what: None) -> Compared:
     """The plans that the four planners make for one pair."""
-    cluster = load_cluster(alpa.CLUSTER, pair.devices)
+    cluster = load_cluster(alpa.CLUSTER, pair.devices).without_graphs()  # the published systems have none
     limit = alpa.MEMORY * cluster.device.memory_bytes
     graph = captured(pair)
     clock = TimeLimit(None, lambda what: began(f"{pair.title}: {what}"))
@@ -68,11 +66,7 @@ def planned_pair(pair: AlpaPair, began: Say = lambda what: None) -> Compared:
         finally:
             search.prices.close()
         assert plan.prediction is not None
-        step_s = plan.prediction.step_s
-        if plan.graphs:  # the published systems launch each kernel by itself
-            without = msgspec.structs.replace(plan, graphs=False)
-            step_s = foretell(PlanLowering(graph), without, cluster, optimizer=optimizer).played.step_s
-        results[kind] = PlannerResult(layout=layout_text(plan.layout), step_s=step_s)
+        results[kind] = PlannerResult(layout=layout_text(plan.layout), step_s=plan.prediction.step_s)
     return Compared(pair, results)
 
 

@@ -343,7 +343,7 @@ def _cost_of_kind(optimizer: torch.optim.Optimizer) -> OptimizerCost:
     )
 
 
-_UNKNOWN = msgspec.structs.replace(ADAMW, divides=False)
+_UNKNOWN = msgspec.structs.replace(ADAMW, divides=False, fused=0)
 _COSTS: tuple[tuple[tuple[type[torch.optim.Optimizer], ...], OptimizerCost], ...] = (
     ((torch.optim.AdamW,), ADAMW),
     ((torch.optim.Adam,), cost.ADAM),

@@ -286,7 +286,7 @@ class _Stage:
         fused kernel of a GPU takes all parameters together."""
         rates, on_cpu = self.costs.rates, self.blocking
         parameters = [parameter.bytes for parameter in self.program.parameters if parameter.name in self.trained]
-        cost = Cost(CHECK_KERNELS * rates.kernel_s)
+        cost = Cost(CHECK_KERNELS * rates.kernel_s if on_cpu else 0.0)  # costs of layers are added: once is not enough
         scaled = self.plan.precision == "float16" or (self.plan.precision == "bfloat16" and on_cpu)
         if scaled or self.plan.precision == "bfloat16":  # gradients are checked, and unscaled in place
             for size in parameters:
@@ -296,10 +296,12 @@ class _Stage:
                 cost += rates.memory_bound("reduction", size)
                 cost += rates.memory_bound("update", 2 * size)
         moved, passes = self.optimizer.passes(on_cpu=on_cpu)
-        together = self.optimizer.fused and not on_cpu
-        for size in [sum(parameters)] if together else parameters:
-            for _ in range(passes):
-                cost += rates.memory_bound("update", moved * size)
+        if self.optimizer.fused and not on_cpu:  # once for the parameters of all layers, whose costs may be added
+            cost += rates.memory_bound("update", moved * sum(parameters), kernels=0)
+        else:
+            for size in parameters:
+                for _ in range(passes):
+                    cost += rates.memory_bound("update", moved * size)
         if self._offloads:  # state moves to the device and back; only time beyond the kernels' time counts
             state_bytes = 2 * self.optimizer.states * sum(parameters)
             cost += Cost(max(0.0, state_bytes * HOST_S_PER_BYTE - cost.seconds), 0.0, state_bytes)

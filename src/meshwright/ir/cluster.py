@@ -230,6 +230,10 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             raise self._refused(f"units of level {level!r} hold {held} ranks", "ask units() for the ranks of each")
         return sizes[0]
 
+    def without_graphs(self) -> "Cluster":
+        """The same cluster with a software that launches each kernel by itself."""
+        return msgspec.structs.replace(self, software=msgspec.structs.replace(self.software, graphs=False))
+
     def resized(self, num_devices: int) -> "Cluster":
         """The same kind of cluster with ``num_devices`` devices, in whole units of each level or in part of one unit.
 

@@ -55,14 +55,16 @@ class Software(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     data-parallel ranks reduce them.
 
     For captured plans, only these numbers count: the factors, ``step_s``, ``context_bytes``, ``peer_bytes``,
-    ``fragmentation``, ``heap`` and the spread. ``host`` counts only where kernel launches are asynchronous, so not on
-    CPUs. The other numbers describe kernels and tensors that a captured program already contains: ``code``,
+    ``fragmentation``, ``heap``, ``graphs`` and the spread. ``host`` counts only where kernel launches are asynchronous,
+    so not on CPUs. The other numbers describe kernels and tensors that a captured program already contains: ``code``,
     ``optimizer_bytes``, ``loss_bytes``, ``float8_bytes``, ``activations``, ``logit_bytes``, ``score_bytes``,
     ``gradient_bytes``, ``bucket_bytes``. ``hidden`` is not needed either: the simulator finds which part of an
     overlapped collective is exposed, but not how much the collective slows down kernels.
 
     ``heap`` is the number of bytes that the heap of a CPU takes from the system per live byte of saved values and
     workspace. It is above 1 because glibc cannot reuse all freed memory.
+
+    ``graphs`` says whether the software can launch a phase of a step as one graph of kernels (CUDA graphs).
 
     ``runs`` is the number of runs from which the numbers were learned (0: they come from the catalog or a file).
     ``taught`` identifies the ledgers of these runs, so that no ledger is used twice.
@@ -93,6 +95,7 @@ class Software(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     gradient_bytes: float | None = None
     bucket_bytes: float = 2.0**28
     heap: float = 1.15
+    graphs: bool = True
     reported: Reported = "device"
     spread: Spread = Spread()
 

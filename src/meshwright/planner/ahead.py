@@ -66,6 +66,8 @@ class _Choice:
 
     def with_graphs(self, plan: Plan) -> Plan:
         """The plan with graphs, if they are possible and worth their memory."""
+        if not self.cluster.software.graphs:
+            return plan
         without = self._foretold(plan, self.lower(plan))
         if without.host_share < WORTH:
             return plan

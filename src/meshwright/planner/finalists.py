@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from meshwright.cost.optimizer import OptimizerCost
+from meshwright.cost.work import without_launches
 from meshwright.errors import LayoutError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
@@ -18,6 +19,7 @@ from meshwright.planner.explicit import Ask, plan_layout
 from meshwright.planner.foretell import Foretold, foretell
 from meshwright.planner.inter_op.option import REFUSALS, Option
 from meshwright.planner.inter_op.pipelines import ALIKE
+from meshwright.planner.inter_op.rounds import simulated_s
 from meshwright.planner.kept_blocks import keep_what_fits
 from meshwright.planner.reasons import complexity, nothing_fits
 from meshwright.planner.time_limit import TimeLimit
@@ -27,6 +29,9 @@ SURE = 2
 RECOMPUTING, NEARLY = 2, 1.1
 """Number of options that recompute that are simulated in addition, if they take at most ``NEARLY`` times as long as the
 fastest by their estimates: how many blocks they can keep is only estimated."""
+GRAPHED, WEIGHED = 4, 24
+"""If a plan is launched as graphs, which no estimate knows, at most ``GRAPHED`` further options are simulated. They are
+those of the ``WEIGHED`` fastest that take the shortest time if no device waits for its host."""
 FEW_OPERATORS = 5000
 """Upper limit on a model's operators for an additional plan. For a larger model, another plan takes about ten
 seconds."""
@@ -104,7 +109,8 @@ class Finalists:
     than estimated.
 
     If the model has few operators, the fastest option is also simulated before a simpler option replaces it. The times
-    of the whole model then decide whether both are equally fast.
+    of the whole model then decide whether both are equally fast. If a plan is launched as graphs, further options that
+    may be faster as graphs are simulated too (``GRAPHED``).
 
     Stages that recompute keep as many blocks as fit, if ``keeps``.
 
@@ -166,8 +172,11 @@ class Finalists:
             self._simulate(best)
         plan, foretold = self.real[best.name]
         if self.at_least:  # plans have had no explanations so far
-            plan, foretold = self._planned(best, explains=True)
+            self.real[best.name] = plan, foretold = self._planned(best, explains=True)
             self.step_s[best.name] = foretold.played.step_s
+        if plan.graphs and len(self.model.graph.operators) <= FEW_OPERATORS:
+            best = self._best_as_graphs(best)
+            plan, foretold = self.real[best.name]
         other = self._with_zero(best.layout)
         self.stopped |= other is not None and self.clock.over
         if other is not None and not self.clock.over:
@@ -175,6 +184,26 @@ class Finalists:
             if self.step_s[other.name] < self.step_s[best.name]:
                 return other, *self.real[other.name]
         return best, plan, foretold
+
+    def _best_as_graphs(self, best: Option) -> Option:
+        """The simplest option within ``ALIKE`` of the fastest, once more, after at most ``GRAPHED`` further options are
+        simulated that may be faster as graphs. Without waits for the host, these take at most ``NEARLY`` times as long
+        as the fastest, by their estimates."""
+        known = [best] if self.at_least else [option for option in self.options if option.name in self.real]
+        others = [option for option in self.options[:WEIGHED] if option not in known]
+        cluster = self.model.cluster
+        least_s = [
+            (1 - option.gain) * simulated_s(option.layout, without_launches(option.work), cluster) for option in others
+        ]
+        for seconds, option in sorted(zip(least_s, others, strict=True), key=lambda pair: pair[0])[:GRAPHED]:
+            if seconds >= NEARLY * min(self.step_s[each.name] for each in known):
+                break
+            if self.clock.over:
+                self.stopped = True
+                break
+            self._simulate(option, explains=True)
+            known.append(option)
+        return self._simplest(known)
 
     def _with_zero(self, layout: Layout) -> Option | None:
         """The fastest option that has ``layout`` plus ZeRO stage 1 or 2."""
