@@ -166,6 +166,14 @@ def test_stages_of_different_sizes_have_graphs_and_gathers_ahead() -> None:
     assert (smaller.graphs, smaller.prefetch) == (plan.graphs, plan.prefetch)
 
 
+def test_a_software_without_graphs_is_planned_without_them() -> None:
+    captured = deep_mlp()[1]
+    layout = mw.Layout(pp=2, stage_sizes=({"dp": 4}, {"dp": 2}), microbatches=2, zero=3)
+    plan = mw.plan(captured.graph, load_cluster(CLUSTER).without_graphs(), devices=6, layout=layout)
+    assert not plan.graphs
+    assert all(note.module != "launches" for note in plan.notes)
+
+
 def test_cpus_gather_as_usual() -> None:
     captured = deep_mlp()[1]
     plan = mw.plan(captured.graph, devices=2, layout=mw.Layout(dp=2, zero=3))
