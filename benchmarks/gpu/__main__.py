@@ -41,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, default=None, help="the folder of the results")
     parser.add_argument("--wheels", type=Path, default=needs.FOLDER, help="a folder of wheels of missing packages")
-    parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], help="these parts only")
+    names = [part.name for part in PARTS]
+    parser.add_argument("--only", nargs="+", choices=names, help="these parts only; files are named after them")
     parser.add_argument("--rehearse", action="store_true", help="small sizes on the CPU")
     options = parser.parse_args(arguments)
     seconds, slack = (REHEARSAL_S, 10) if options.rehearse else (SECONDS, 1)

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.gpu.findings import Line, broken, lines_of
-from benchmarks.gpu.parts import Part
+from benchmarks.gpu.parts import PARTS, Part
 from meshwright.bench.lint import lint
 from meshwright.ir import files
 from meshwright.ir.result import Check, Finding, Machine, Result, Settings, series_of
@@ -29,7 +29,8 @@ class Results:
 
     def __init__(self, folder: Path, scratch: Path, commit: str, *, rehearsed: bool, only: Sequence[str] = ()) -> None:
         self._folder, self._scratch, self._commit, self._rehearsed = folder, scratch, commit, rehearsed
-        self._only = only
+        self._only = [part.name for part in PARTS if part.name in only]
+        self._command = f'{COMMAND} GPU="--only {" ".join(self._only)}"' if self._only else COMMAND
         self.log = folder / "gpu.log"
         self.log.write_bytes(b"")
         self._machine = Machine()
@@ -74,7 +75,7 @@ class Results:
         device = self._machine.accelerators[0] if self._machine.accelerators else "cpu"
         name = "-".join(["gpu", re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-"), *self._only])
         result = Result(
-            name=name, command=COMMAND, script="benchmarks/gpu/__main__.py", commit=self._commit,
+            name=name, command=self._command, script="benchmarks/gpu/__main__.py", commit=self._commit,
             date=date.today().isoformat(), machine=self._machine, versions=self._versions, timed=TIMED,
             settings=self._settings, findings=tuple(self._findings),
         )  # fmt: skip

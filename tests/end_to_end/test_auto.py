@@ -16,6 +16,7 @@ import torch
 import meshwright as mw
 from benchmarks import quality
 from benchmarks.enumeration import Uniform
+from benchmarks.uniform import gpt as wide_gpt
 from meshwright import optim
 from meshwright.api import plans
 from meshwright.api.plans import cost_of
@@ -50,11 +51,11 @@ from tests.distributed.pool import Ranks
 
 pytestmark = pytest.mark.usefixtures("without_workers")
 
-HEAVY = msgspec.structs.replace(cost.ADAMW, moved=10**6, fused=0)
+HEAVY = msgspec.structs.replace(cost.ADAMW, moved=10**6, fused_moved=0)
 """An optimizer that moves so much that nothing else counts."""
-UNKNOWN = msgspec.structs.replace(cost.ADAMW, divides=False, fused=0)
-SLOW = msgspec.structs.replace(cost.ADAMW, fused=0)
-BETWEEN = msgspec.structs.replace(cost.ADAMW, moved=10, fused=0)
+UNKNOWN = msgspec.structs.replace(cost.ADAMW, divides=False, fused_moved=0)
+SLOW = msgspec.structs.replace(cost.ADAMW, fused_moved=0)
+BETWEEN = msgspec.structs.replace(cost.ADAMW, moved=10, fused_moved=0)
 """An optimizer whose update takes a little longer than the gathers of updated parameters."""
 CLUSTER = load_cluster("cpu-local", software="meshwright")
 FOUR = CLUSTER.resized(4)
@@ -413,6 +414,22 @@ def test_layouts_are_compared_as_graphs_if_the_best_is_launched_so() -> None:
     assert plan.prediction.step_s <= pairs_s < 0.9 * stages_s
 
 
+def test_stages_are_no_worse_than_those_of_the_same_layout_by_hand() -> None:
+    """By estimates, the second stage has a block beside the output layer of 262,144 words. As graphs, the output layer
+    alone is better balanced: a step takes 36.8 instead of 40.0 ms."""
+    graph, cluster = wide_gpt(), mw.Cluster.load("h100-box4-ndr400x1", 8)
+    space = candidates.Space(holds=lambda shape: shape.pp == 2 and shape.dp == 4)
+    clock = TimeLimit(None, lambda what: None)
+    search = layout_search.Search(
+        graph, 8, cluster, PlanLowering, ADAMW, False, math.inf, "both", False, clock, space=space
+    )
+    search.run()
+    plan = search.best()
+    assert plan.stages[1].first == "final_norm:native_layer_norm#0"
+    assert plan.prediction is not None
+    assert plan.prediction.step_s <= Uniform(graph, cluster).as_asked(plan.layout).step_s * (1 + 1e-9)
+
+
 @pytest.mark.parametrize(
     ("factory", "expected"),
     [
@@ -428,12 +445,18 @@ def test_layouts_are_compared_as_graphs_if_the_best_is_launched_so() -> None:
         ),
         (
             lambda parameters: torch.optim.AdamW(parameters, amsgrad=True),
-            msgspec.structs.replace(cost.ADAMW, states=3, moved=cost.ADAMW.moved + 2, fused=cost.ADAMW.fused + 2),
+            msgspec.structs.replace(cost.ADAMW, states=3, moved=cost.ADAMW.moved + 2, fused_moved=9),
         ),
         (lambda parameters: torch.optim.AdamW(parameters, foreach=True), SLOW),
         (
+            lambda parameters: torch.optim.AdamW(
+                [{"params": [value], "foreach": not index or None} for index, (_, value) in enumerate(parameters)]
+            ),
+            SLOW,
+        ),
+        (
             lambda parameters: type("Own", (torch.optim.AdamW,), {})(parameters, amsgrad=True),
-            msgspec.structs.replace(cost.ADAMW, states=3, moved=cost.ADAMW.moved + 2, divides=False, fused=0),
+            msgspec.structs.replace(cost.ADAMW, states=3, moved=cost.ADAMW.moved + 2, divides=False, fused_moved=0),
         ),
         (lambda parameters: optim.LAMB(parameters), cost.LAMB),
         (lambda parameters: optim.LARC(parameters), cost.LARS),

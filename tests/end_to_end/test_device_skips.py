@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -97,6 +98,20 @@ def test_the_device_adapts_the_scale_as_the_host_would(
         if precision == "float16":
             assert float(late.metrics["loss_scale"]) == host.loss_scale.value
     assert (len(set(scales)) > 2) == (precision == "float16"), "the scale rises and falls"
+
+
+@pytest.mark.parametrize(
+    ("gradients", "skipped"),
+    [([], 0), ([1.0, 2.0], 0), ([1.0, math.inf], 1), ([-math.inf, 1.0], 1), ([math.nan, 1.0], 1), ([3e38, 3e38], 0)],
+)
+def test_a_gradient_that_is_not_finite_skips_the_step_in_bfloat16(gradients: list[float], skipped: int) -> None:
+    """The loss is finite. Gradients are read and not changed; a parameter without elements has an empty gradient."""
+    scale = scaling.LossScale("bfloat16", CPU, LateCpu())
+    values = [torch.full((3,), value) for value in gradients] + [torch.zeros(0)]
+    before = [value.clone() for value in values]
+    assert int(scale.unscaled(values, {}, torch.tensor(1.0))) == skipped
+    assert all(map(torch.equal, values, before)) or math.nan in gradients
+    assert int(scale.unscaled(values, {}, torch.tensor(math.nan))) == 1
 
 
 def test_steps_that_no_scale_helps_end_one_step_later() -> None:

@@ -17,6 +17,7 @@ from meshwright.capture.builder import Capture, capture
 from meshwright.catalog import load_cluster
 from meshwright.cost.closed_form import predict_step
 from meshwright.cost.kernels import Rates
+from meshwright.cost.node_costs import VIEW_LAUNCHES, NodeCosts
 from meshwright.cost.optimizer import ADAMW, MOMENTUM, SGD
 from meshwright.cost.program import HeldBytes, stage_held, step_work
 from meshwright.cost.work import Communicate, Compute, Piece, StageWork, StepWork, Wait
@@ -438,6 +439,25 @@ def test_launches_bound_every_action_where_the_host_launches_ahead(model: str, l
     assert work_of(model, with_numbers(CPU, host=20.0), **layout) == work_of(model, CPU, **layout), (
         "it launches its own"
     )
+
+
+@pytest.mark.parametrize("layout", [{"dp": 2}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize("model", ["GPT", "ResNet"])
+def test_every_view_counts_for_the_host_of_a_gpu(model: str, layout: dict[str, Any]) -> None:
+    """Views between two collectives too: a device has nothing to do for them."""
+    plan = planned(model, **layout)
+    (stage,) = work_of(model, GPU, **layout).stages
+    costs = NodeCosts(plan.mesh, GPU)
+    for program in lowered(model, plan):
+        for kind, phase in (("F", "forward"), ("B", "backward")):
+            cost = costs.of(program.phase(phase).nodes)
+            launch_s = sum(piece.launch_s for piece in stage.pieces[kind] if isinstance(piece, Compute))
+            assert launch_s == pytest.approx(costs.launch_s * cost.launches)
+            nodes = program.phase(phase).nodes
+            views = sum(not (node.kernels or node.starts or node.waits) for node in nodes)
+            kernels = sum(costs.rates.cost(kernel).launches for node in nodes for kernel in node.kernels)
+            assert views
+            assert cost.launches == pytest.approx(kernels + VIEW_LAUNCHES * views)
 
 
 def test_traffic_multiplies_what_other_kernels_than_products_and_the_optimizer_take() -> None:

@@ -1,4 +1,4 @@
-"""One CUDA device: the same losses and parameters as eager PyTorch there (experimental until these have passed)."""
+"""One CUDA device: the same losses and parameters as eager PyTorch there."""
 
 import copy
 import itertools

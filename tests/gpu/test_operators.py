@@ -13,6 +13,7 @@ from torch import Tensor
 
 from meshwright.ops import experts, float8, philox
 from meshwright.ops.grouped_experts import has_grouped_product
+from meshwright.runtime.device_check import FLOAT8_CAPABILITY
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -119,6 +120,9 @@ def test_a_part_draws_the_numbers_of_the_cpu(shape: tuple[int, ...], place: Any)
     assert torch.equal(philox.uniform(like.to(DEVICE), 0.0, 1.0, there, SALT, *place).cpu(), numbers[1])
 
 
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < FLOAT8_CAPABILITY, reason="the GPU lacks float8"
+)
 @pytest.mark.parametrize("name", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("dim", [-1, 0, 1])
 @pytest.mark.parametrize("transposed", [False, True])

@@ -93,6 +93,19 @@ def test_results_name_the_device_and_pass_the_lint(tmp_path: Path) -> None:
     assert "| a claim | fail | it did not hold |" in (tmp_path / "gpu-nvidia-h100-80gb-hbm3.md").read_text()
 
 
+def test_parts_that_were_chosen_leave_the_files_of_a_whole_run(tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    device = Machine(cpu="a", cores=2, accelerators=("H100",), system="Linux")
+    Notebook(scratch / "machine.jsonl").add(Line(machine=device, versions={"torch": "2", "python": "3"}))
+    for only in ((), ("llama", "gpt", "gpt")):
+        results = Results(tmp_path, scratch, "0123456789ab", rehearsed=False, only=only)
+        results.take(PARTS[0], "stopped", 1.0)
+        results.write()
+    commands = {path.name: files.load(path, Result).command for path in tmp_path.glob("*.json")}
+    assert commands == {"gpu-h100.json": "make gpu", "gpu-h100-gpt-llama.json": 'make gpu GPU="--only gpt llama"'}
+
+
 def test_a_part_is_stopped_at_its_limit_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text("import time\ntime.sleep(60)\n")
     with (tmp_path / "log").open("wb") as log:

@@ -27,6 +27,7 @@ from meshwright.ir.result import (
     ScalingPoint,
     Series,
     Settings,
+    Utilization,
     Verdict,
 )
 from meshwright.ir.statistics import median, ratio
@@ -355,4 +356,18 @@ def test_a_quality_passes_within_its_limit(
         target="any", verdict="pass", measured=f"{value}", metric="any", value=value, least=least, most=most
     )
     rules = [refusal.rule for refusal in lint(msgspec.structs.replace(result, findings=(quality,)))]
+    assert ("verdict" in rules) == is_refused
+
+
+@pytest.mark.parametrize(
+    ("low", "limit", "is_refused"), [(0.6, 0.55, False), (0.5, 0.55, True), (0.6, None, True)]
+)  # fmt: skip
+def test_a_utilization_passes_if_its_whole_interval_keeps_the_limit(
+    low: float, limit: float | None, is_refused: bool
+) -> None:
+    result = files.load(PLANTED / "honest.json", Result)
+    reached = Utilization(
+        target="any", verdict="pass", measured="65 %", series=Series(), fraction=0.65, interval=(low, 0.7), limit=limit
+    )
+    rules = [refusal.rule for refusal in lint(msgspec.structs.replace(result, findings=(reached,)))]
     assert ("verdict" in rules) == is_refused

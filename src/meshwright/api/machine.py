@@ -53,7 +53,7 @@ def calibrate(
         path: where the cluster file is written; default: this user's cache, where ``calibrated`` finds it.
         again: measure even if the existing calibration still holds.
         measured_by: a top-level function that every rank runs to measure, for example to show progress.
-        device: ``"cuda"`` or ``"cpu"``; default: ``"cuda"`` if this machine has GPUs (experimental).
+        device: ``"cuda"`` or ``"cpu"``; default: ``"cuda"`` if this machine has GPUs (several: experimental).
 
     Raises:
         LaunchError: the ranks could not be started, the file cannot be written, or there is no such device.

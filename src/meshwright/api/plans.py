@@ -323,7 +323,7 @@ def cost_of(factory: OptimizerFactory | None, graph: Graph) -> OptimizerCost:
     if isinstance(optimizer, optim.MasterWeights):
         inner = _cost_of_kind(optimizer.inner)
         # in units of the parameter's bytes, of which a float32 state has twice as many
-        return msgspec.structs.replace(inner, states=2 * (inner.states + 1), moved=2 * (inner.moved + 2), fused=0)
+        return msgspec.structs.replace(inner, states=2 * (inner.states + 1), moved=2 * (inner.moved + 2), fused_moved=0)
     return _cost_of_kind(optimizer)
 
 
@@ -337,13 +337,13 @@ def _cost_of_kind(optimizer: torch.optim.Optimizer) -> OptimizerCost:
     options = {option for kind, options in _STATES.items() if isinstance(optimizer, kind) for option in options}
     more = sum(any(group.get(option) for group in optimizer.param_groups) for option in options)
     own = all(type(optimizer) not in kinds for kinds, _ in _COSTS)  # a subclass may read whole tensors
-    fused = base.fused + 2 * more if base.fused and takes_fused(optimizer) else 0
+    fused = base.fused_moved + 2 * more if base.fused_moved and takes_fused(optimizer) else 0
     return msgspec.structs.replace(
-        base, states=base.states + more, moved=base.moved + 2 * more, divides=not own, fused=fused
+        base, states=base.states + more, moved=base.moved + 2 * more, divides=not own, fused_moved=fused
     )
 
 
-_UNKNOWN = msgspec.structs.replace(ADAMW, divides=False, fused=0)
+_UNKNOWN = msgspec.structs.replace(ADAMW, divides=False, fused_moved=0)
 _COSTS: tuple[tuple[tuple[type[torch.optim.Optimizer], ...], OptimizerCost], ...] = (
     ((torch.optim.AdamW,), ADAMW),
     ((torch.optim.Adam,), cost.ADAM),

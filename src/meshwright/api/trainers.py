@@ -105,14 +105,15 @@ def parallelize(
         float8: allows the plan ``"auto"`` to multiply matrices in float8 where this is faster (``Layout.float8``).
         seconds: time limit of the search ``"auto"``, which then takes the best layout so far; None: no limit. The log
             says which layouts it considers.
-        device: by default this rank's CUDA device if it has a CUDA device (experimental), else the CPU.
+        device: by default this rank's CUDA device if it has a CUDA device (several: experimental), else the
+            CPU.
         cluster: the cluster to plan for. Default: the calibration of this machine, or ``cpu-local`` without a
             calibration.
         rules: maps your own operators to their rules.
         strict: refuse a step with an operator that no rule splits. Otherwise such an operator runs whole on every rank,
             and the plan says so.
         compile: join operators into kernels with torch.compile's inductor, which needs a C++ compiler on a CPU, and
-            Triton on a GPU (experimental). SGD, Adam, AdamW and Adagrad then use PyTorch's fused kernels. Results are
+            Triton on a GPU. SGD, Adam, AdamW and Adagrad then use PyTorch's fused kernels. Results are
             equal except for rounding. The first use of a model takes some seconds to a minute longer; inductor caches
             its kernels.
         copies: whether "auto" leaves memory for copies of the state (see ``plan``).

@@ -20,8 +20,6 @@ _DROPOUT = {False: 5, True: 8}
 """Additional passes over the scores if attention has dropout."""
 _HELD = {False: 2, True: 4}
 """The number of tensors of scores that are in memory at the same time, in forward (False) and backward (True)."""
-_HELD_DRAWING = {False: 2, True: 3}
-"""The same while a mask of dropout is drawn, with the mask."""
 
 
 SPEED = {FLASH: 1.0, EFFICIENT: 0.55}
@@ -89,11 +87,8 @@ def _kernel_bytes(sizes: AttentionSizes, dtype: str, backward: bool, on_cpu: boo
     """Bytes of temporary memory of one call of a kernel, beside its results."""
     algorithm = sizes.taken(dtype, on_cpu)
     if algorithm == PLAIN:
-        scores, held = _scores_bytes(sizes, dtype, sizes.held), _HELD[backward] + sizes.dropout
-        if not sizes.dropout or on_cpu:
-            return held * scores
-        drawing = drawing_bytes((sizes.batch, sizes.queries, sizes.held))
-        return max(held * scores, _HELD_DRAWING[backward] * scores + drawing)
+        scores = _HELD[backward] * _scores_bytes(sizes, dtype, sizes.held)
+        return scores + (drawing_bytes((sizes.batch, sizes.queries, sizes.held)) if sizes.dropout and not on_cpu else 0)
     taken = _terms_bytes(sizes, dtype, algorithm, on_cpu) + (1 + backward) * _repeated_bytes(sizes, dtype, algorithm)
     if backward and not on_cpu:
         taken += backward_bytes(sizes.batch * sizes.queries, sizes.width)

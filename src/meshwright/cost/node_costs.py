@@ -23,9 +23,9 @@ def of_parameters(program: Program) -> list[Node]:
     return nodes
 
 
-VIEW = 0.5
+VIEW_LAUNCHES = 0.5
 """The host's time for a view, in launches of a kernel: it dispatches an operator and starts nothing. By this, a step of
-a small GPT without graphs on an H200 takes 28 ms; 34 ms were measured (benchmarks/results/gpu-nvidia-h200.md)."""
+a small GPT without graphs on an H200 takes 29 ms; 34 ms were measured (benchmarks/results/gpu-nvidia-h200.md)."""
 
 
 class NodeCosts:
@@ -44,14 +44,14 @@ class NodeCosts:
 
     def of(self, nodes: Iterable[Node]) -> Cost:
         """The cost of nodes that run one after the other on the device, without their collectives. A node without
-        kernels (a view) costs ``kernel_s`` on a CPU, and elsewhere ``VIEW`` launches of the host."""
+        kernels (a view) costs ``kernel_s`` on a CPU, and elsewhere ``VIEW_LAUNCHES`` launches of the host."""
         seconds, flops, num_bytes, launches = 0.0, 0.0, 0, 0.0
         for node in nodes:
             if not node.kernels and node.starts is None and not node.waits:
                 if self.on_cpu:
                     seconds += self.rates.kernel_s
                 else:
-                    launches += VIEW
+                    launches += VIEW_LAUNCHES
             for kernel in node.kernels:
                 cost = self._known(kernel)
                 seconds, flops, num_bytes = seconds + cost.seconds, flops + cost.flops, num_bytes + cost.bytes

@@ -186,20 +186,22 @@ class _Stage:
     # --- pieces ------------------------------------------------------------------------------------------------------
 
     def _pieces(self, nodes: Sequence[Node], what: str) -> list[Piece]:
-        """The pieces of a list of nodes. Kernels between two collectives are joined into one piece. The host launches
-        the kernels of a phase that is a graph at once."""
+        """The pieces of a list of nodes. Kernels between two collectives are joined into one piece. Views between two
+        collectives take a GPU no time; their launches count for the kernels that follow. The host launches the kernels
+        of a phase that is a graph at once."""
         pieces: list[Piece] = []
         pending: list[Node] = []
         launches = float(GRAPH_LAUNCHES)
 
-        def flush() -> None:
+        def flush(*, last: bool = False) -> None:
             nonlocal launches
             cost = self.costs.of(pending)
+            if not cost.seconds and not (last and cost.launches):
+                return
             if self.graphs and what in CAPTURED:
                 cost = msgspec.structs.replace(cost, launches=launches)
-            if cost.seconds:
-                pieces.append(self.costs.piece(what, cost))
-                launches = 0.0
+            pieces.append(self.costs.piece(what, cost))
+            launches = 0.0
             pending.clear()
 
         for node in nodes:
@@ -222,7 +224,7 @@ class _Stage:
                     pieces[-1] = self._communicate(name, collective, True)
                 else:
                     pieces.append(Wait(name))
-        flush()
+        flush(last=True)
         return pieces
 
     def _blocks(self, collective: Collective) -> bool:
@@ -286,17 +288,20 @@ class _Stage:
         fused kernel of a GPU takes all parameters together."""
         rates, on_cpu = self.costs.rates, self.blocking
         parameters = [parameter.bytes for parameter in self.program.parameters if parameter.name in self.trained]
-        cost = Cost(CHECK_KERNELS * rates.kernel_s if on_cpu else 0.0)  # costs of layers are added: once is not enough
-        scaled = self.plan.precision == "float16" or (self.plan.precision == "bfloat16" and on_cpu)
-        if scaled or self.plan.precision == "bfloat16":  # gradients are checked, and unscaled in place
+        # On GPUs, checks count as launches alone: the seconds of layers' updates are added, the launches are not.
+        cost = Cost(CHECK_KERNELS * rates.kernel_s if on_cpu else 0.0)
+        checked, fused = self.plan.precision in ("bfloat16", "float16"), self.optimizer.fused_moved and not on_cpu
+        if checked and fused and self.plan.precision == "bfloat16":  # the device reads gradients, and skips the update
+            cost += rates.memory_bound("update", sum(parameters), kernels=0)
+        elif checked:  # gradients are unscaled in place
             for size in parameters:
-                cost += rates.memory_bound("update", (1 + scaled) * size)
+                cost += rates.memory_bound("update", 2 * size)
         if self.clips:
             for size in parameters:
                 cost += rates.memory_bound("reduction", size)
                 cost += rates.memory_bound("update", 2 * size)
         moved, passes = self.optimizer.passes(on_cpu=on_cpu)
-        if self.optimizer.fused and not on_cpu:  # once for the parameters of all layers, whose costs may be added
+        if fused:  # once for the parameters of all layers, whose costs may be added
             cost += rates.memory_bound("update", moved * sum(parameters), kernels=0)
         else:
             for size in parameters:
@@ -305,7 +310,7 @@ class _Stage:
         if self._offloads:  # state moves to the device and back; only time beyond the kernels' time counts
             state_bytes = 2 * self.optimizer.states * sum(parameters)
             cost += Cost(max(0.0, state_bytes * HOST_S_PER_BYTE - cost.seconds), 0.0, state_bytes)
-        checks = CHECK_KERNELS + (self.plan.precision in ("bfloat16", "float16")) + 2 * self.clips
+        checks = CHECK_KERNELS + checked + 2 * self.clips
         return msgspec.structs.replace(cost, launches=checks + passes)
 
     # --- memory ------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from meshwright.ir.program import Node
 
 def scratch_bytes(kernel: Kernel, on_cpu: bool) -> int:
     """The bytes of the scores of attention that is not fused, of a convolution's workspace, of experts' groups, or of
-    the blocks from which a device draws random numbers (a CPU draws few at a time)."""
+    what a GPU holds while it draws random numbers."""
     if kernel.kind == "random" and on_cpu:
         return 0
     grouped = experts.scratch_bytes(kernel, on_cpu)

@@ -231,7 +231,7 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return sizes[0]
 
     def without_graphs(self) -> "Cluster":
-        """The same cluster with a software that launches each kernel by itself."""
+        """The same cluster with software that launches each kernel by itself."""
         return msgspec.structs.replace(self, software=msgspec.structs.replace(self.software, graphs=False))
 
     def resized(self, num_devices: int) -> "Cluster":

@@ -122,8 +122,8 @@ copied for such blocks at once."""
 
 
 def drawing_bytes(shape: Sequence[int]) -> int:
-    """Bytes of temporary tensors while a GPU draws random numbers of a shape, beside the numbers themselves: a number
-    for each row (``ops/philox.py``)."""
+    """Bytes of temporary tensors while a GPU draws random numbers of a shape with Triton, beside the numbers
+    themselves: a number for each row (``ops/philox.py``)."""
     return 8 * prod(shape[:-1])
 
 

@@ -54,7 +54,7 @@ class Software(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     from precision and ZeRO). ``bucket_bytes`` is the size of the buckets to which gradients are copied while
     data-parallel ranks reduce them.
 
-    For captured plans, only these numbers count: the factors, ``step_s``, ``context_bytes``, ``peer_bytes``,
+    For captured plans, only these fields count: the factors, ``step_s``, ``context_bytes``, ``peer_bytes``,
     ``fragmentation``, ``heap``, ``graphs`` and the spread. ``host`` counts only where kernel launches are asynchronous,
     so not on CPUs. The other numbers describe kernels and tensors that a captured program already contains: ``code``,
     ``optimizer_bytes``, ``loss_bytes``, ``float8_bytes``, ``activations``, ``logit_bytes``, ``score_bytes``,

@@ -195,7 +195,7 @@ def plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, settin
     logsumexp = scores.logsumexp(-1)
     weights = _weights(scores, logsumexp, mask)
     if settings.dropout:
-        weights = weights * settings.dropout.keep(weights)
+        weights.mul_(settings.dropout.keep(weights))
     output = torch.matmul(_by_group(weights.to(value.dtype), value.shape[1]), value)
     return _by_head(output, query.shape[1]), logsumexp
 
@@ -212,9 +212,11 @@ def plain_backward(
     if settings.dropout:
         keep = settings.dropout.keep(weights)
         dropped = weights * keep
-        grad_weights = grad_weights * keep
+        grad_weights.mul_(keep)
+        del keep
     turned = _by_group(dropped, groups).transpose(-2, -1).to(grad.dtype)
     grad_value = torch.matmul(turned, _by_group(grad, groups))
+    del dropped, turned
     delta = (grad.to(weights.dtype) * output).sum(-1, keepdim=True)
     grad_scores = _by_group((weights * (grad_weights - delta)).to(query.dtype), groups)
     grad_query = _by_head(torch.matmul(grad_scores, key), heads) * settings.scale

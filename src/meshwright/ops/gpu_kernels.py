@@ -30,7 +30,7 @@ def _fractions(number, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Numbers of [0, 1) with ``BITS`` bits, from signed integers (``philox._fractions``)."""
     if BITS > 32:
         return ((number >> (64 - BITS)).to(tl.float64) + 2.0 ** (BITS - 1)) * 2.0**-BITS
-    else:  # without it, Triton compiles both
+    else:  # without this word, Triton compiles both lines
         return ((number >> (32 - BITS)).to(tl.float32) + 2.0 ** (BITS - 1)) * 2.0**-BITS
 
 
@@ -49,8 +49,9 @@ def _draw(  # type: ignore[no-untyped-def]
     result, rows, key, salt, limit, num_rows, first, across, blocks, begin, end, column, stride,
     KIND: tl.constexpr, BITS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, PER_BLOCK: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Fill columns of a matrix: those of the numbers ``begin`` to ``end`` of each row, in ``blocks`` blocks from
-    ``first`` on."""
+    """Fill columns of a matrix, from ``column`` on: the numbers ``begin`` to ``end`` of each row, in ``blocks`` blocks
+    from ``first`` on. ``across``: the blocks of a row of the whole tensor. ``stride``: of rows in memory. ``A``, ``B``:
+    the bounds of uniform numbers, or mean and deviation of normal ones."""
     at = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
     row, block = at // blocks, first + at % blocks
     inside = row < num_rows
@@ -80,8 +81,8 @@ def _draw(  # type: ignore[no-untyped-def]
         if KIND == 1:
             values = values * (B - A) + A
         else:  # pairs of normal numbers from pairs of uniform ones (Box, Muller 1958)
-            one, other = tl.split(tl.reshape(values, (N, PER_BLOCK // 2, 2)))
-            radius, angle = tl.sqrt(tl.log(1 - one) * -2) * B, other * 6.283185307179586
+            radial, angular = tl.split(tl.reshape(values, (N, PER_BLOCK // 2, 2)))
+            radius, angle = tl.sqrt(tl.log(1 - radial) * -2) * B, angular * 6.283185307179586
             values = tl.reshape(tl.join(radius * tl.cos(angle) + A, radius * tl.sin(angle) + A), (N, PER_BLOCK))
     number = block[:, None] * PER_BLOCK + tl.arange(0, PER_BLOCK)[None, :]
     where = result + row[:, None] * stride + (number - begin + column)
@@ -120,28 +121,29 @@ def _signed(word: int) -> int:
 
 @triton.jit
 def _round(  # type: ignore[no-untyped-def]
-    value, scale, result, rows, columns, along, across, scale_row, scale_column, to_row, to_column,
+    value, scale, result, rows, columns, row_stride, column_stride, scale_row_stride, scale_column_stride,
+    result_row_stride, result_column_stride,
     LIMIT: tl.constexpr, FORMAT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Round a tile of a matrix. ``along``, ``across``: the strides of the matrix; 0 in a scale's dim of one element."""
+    """Round a tile of a matrix. The stride of a scale is 0 in a dim of one element."""
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[:, None]
     column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]
     inside = (row < rows) & (column < columns)
-    number = tl.load(value + row * along + column * across, inside, other=0.0).to(tl.float32)
-    by = tl.load(scale + row * scale_row + column * scale_column, inside, other=1.0)
+    number = tl.load(value + row * row_stride + column * column_stride, inside, other=0.0).to(tl.float32)
+    by = tl.load(scale + row * scale_row_stride + column * scale_column_stride, inside, other=1.0)
     quotient = tl.div_rn(number, by + tl.zeros_like(number))
     kept = tl.where(quotient != quotient, quotient, tl.clamp(quotient, -LIMIT, LIMIT))
-    tl.store(result + row * to_row + column * to_column, kept.to(FORMAT), inside)
+    tl.store(result + row * result_row_stride + column * result_column_stride, kept.to(FORMAT), inside)
 
 
 def round_to_float8(value: Tensor, scale: Tensor, result: Tensor) -> None:
     """Write ``value / scale`` [r, c] into ``result``, a tensor in float8. ``scale``: of one element, [r, 1] or [1, c],
     in float32."""
     rows, columns = value.shape
-    steps = [0 if size == 1 else step for size, step in zip(scale.shape, scale.stride(), strict=True)] or [0, 0]
+    strides = [0 if size == 1 else step for size, step in zip(scale.shape, scale.stride(), strict=True)] or [0, 0]
     grid = (triton.cdiv(rows, _TILE), triton.cdiv(columns, _TILE))
     with torch.cuda.device(value.device):
         _round[grid](
-            value, scale, result, rows, columns, *value.stride(), *steps, *result.stride(),
+            value, scale, result, rows, columns, *value.stride(), *strides, *result.stride(),
             LIMIT=torch.finfo(result.dtype).max, FORMAT=_FLOAT8[result.dtype], TILE=_TILE,
         )  # fmt: skip

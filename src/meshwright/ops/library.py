@@ -1,4 +1,5 @@
-"""Operators of this project: how they are defined, and a gradient of cross-entropy."""
+"""Operators of this project: how they are defined, whether kernels in Triton work on a tensor, and a gradient of
+cross-entropy."""
 
 import functools
 import logging
@@ -37,7 +38,10 @@ def uses_triton(value: Tensor) -> bool:
 def _has_triton() -> bool:
     has = find_spec("triton") is not None
     if not has:
-        log.warning("Triton is not installed: random numbers and products in float8 take several times as long")
+        log.warning(
+            "Triton is not installed: random numbers and products in float8 take several times as long, and need more "
+            "memory than predicted"
+        )
     return has
 
 

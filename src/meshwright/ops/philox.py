@@ -8,8 +8,8 @@ tensor, over all ranks and micro-batches. A block follows from four words of cou
     key        seed and step | 0
 
 A rank computes the blocks of its own part. So an element has the same number under every layout, and again when its
-block of the model is recomputed. CPUs run NumPy's Philox, CUDA devices a kernel in Triton (``gpu_kernels.py``). Other
-devices run integer operations of PyTorch. All give the same words, and the host waits for none of them.
+block of the model is recomputed. CPUs run NumPy's Philox, CUDA devices with Triton a kernel (``gpu_kernels.py``).
+Other devices run integer operations of PyTorch. All give the same words, and the host waits for none of them.
 
 The operators ``bernoulli``, ``uniform`` and ``normal`` draw a tensor like the given one. The place of a part is given
 by letters, the factors of the whole tensor's dims: each has a size, and the part has ``lengths`` indices of it from
@@ -35,8 +35,10 @@ _MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
 _INCREMENTS = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
 _WORD, _HALF = (1 << 64) - 1, (1 << 32) - 1
 _MICROBATCHES = 1 << 16
-_TILE, _LARGE_TILE = 1 << 14, 1 << 21
-"""The number of blocks that a CPU computes together, few enough for its cache, and that operators of PyTorch do."""
+_TILE = 1 << 14
+"""The number of blocks that a CPU computes together: few enough for its cache."""
+_LARGE_TILE = 1 << 21
+"""The most blocks that operators of PyTorch compute together on another device."""
 _GAP = 200
 """Blocks that NumPy computes in the time of one call."""
 

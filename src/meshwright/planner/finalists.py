@@ -15,6 +15,7 @@ from meshwright.ir.layout import Float8Scaling, Layout
 from meshwright.ir.plan import Note, Plan
 from meshwright.ir.program import Lower
 from meshwright.planner.codecs import AUTO
+from meshwright.planner.cut import choose_cut
 from meshwright.planner.explicit import Ask, plan_layout
 from meshwright.planner.foretell import Foretold, foretell
 from meshwright.planner.inter_op.option import REFUSALS, Option
@@ -29,9 +30,11 @@ SURE = 2
 RECOMPUTING, NEARLY = 2, 1.1
 """Number of options that recompute that are simulated in addition, if they take at most ``NEARLY`` times as long as the
 fastest by their estimates: how many blocks they can keep is only estimated."""
-GRAPHED, WEIGHED = 4, 24
-"""If a plan is launched as graphs, which no estimate knows, at most ``GRAPHED`` further options are simulated. They are
-those of the ``WEIGHED`` fastest that take the shortest time if no device waits for its host."""
+NUM_AS_GRAPHS, NUM_COMPARED = 4, 24
+"""If a plan is launched as graphs, which no estimate knows, at most ``NUM_AS_GRAPHS`` further options are simulated.
+They are those of the ``NUM_COMPARED`` fastest that take the shortest time if no device waits for its host."""
+NUM_CUT_AGAIN = 2
+"""The number of fastest pipelines that are also simulated with the stages of a layout by hand."""
 FEW_OPERATORS = 5000
 """Upper limit on a model's operators for an additional plan. For a larger model, another plan takes about ten
 seconds."""
@@ -110,7 +113,8 @@ class Finalists:
 
     If the model has few operators, the fastest option is also simulated before a simpler option replaces it. The times
     of the whole model then decide whether both are equally fast. If a plan is launched as graphs, further options that
-    may be faster as graphs are simulated too (``GRAPHED``).
+    may be faster as graphs are simulated too (``NUM_AS_GRAPHS``). The fastest pipelines are also simulated with the
+    stages of layouts by hand (``NUM_CUT_AGAIN``).
 
     Stages that recompute keep as many blocks as fit, if ``keeps``.
 
@@ -170,13 +174,17 @@ class Finalists:
                 best = self._simplest([option for option in self.options if option.name in self.real])
                 break
             self._simulate(best)
-        plan, foretold = self.real[best.name]
+        known = [option for option in self.options if option.name in self.real]
         if self.at_least:  # plans have had no explanations so far
-            self.real[best.name] = plan, foretold = self._planned(best, explains=True)
-            self.step_s[best.name] = foretold.played.step_s
-        if plan.graphs and len(self.model.graph.operators) <= FEW_OPERATORS:
-            best = self._best_as_graphs(best)
-            plan, foretold = self.real[best.name]
+            self.real[best.name] = self._planned(best, explains=True)
+            self.step_s[best.name] = self.real[best.name][1].played.step_s
+            known = [best]
+        if len(self.model.graph.operators) <= FEW_OPERATORS:
+            if self.real[best.name][0].graphs:
+                self._simulate_as_graphs(known)
+            self._cut_as_by_hand(known)
+            best = self._simplest(known)
+        plan, foretold = self.real[best.name]
         other = self._with_zero(best.layout)
         self.stopped |= other is not None and self.clock.over
         if other is not None and not self.clock.over:
@@ -185,17 +193,19 @@ class Finalists:
                 return other, *self.real[other.name]
         return best, plan, foretold
 
-    def _best_as_graphs(self, best: Option) -> Option:
-        """The simplest option within ``ALIKE`` of the fastest, once more, after at most ``GRAPHED`` further options are
-        simulated that may be faster as graphs. Without waits for the host, these take at most ``NEARLY`` times as long
-        as the fastest, by their estimates."""
-        known = [best] if self.at_least else [option for option in self.options if option.name in self.real]
-        others = [option for option in self.options[:WEIGHED] if option not in known]
+    def _simulate_as_graphs(self, known: list[Option]) -> None:
+        """Simulate at most ``NUM_AS_GRAPHS`` further options that may be faster as graphs, and add them to ``known``.
+        Without waits for the host, they take at most ``NEARLY`` times as long as the fastest, by their estimates."""
+        names = {option.name for option in known}
+        others = [
+            option for option in self.options[:NUM_COMPARED]
+            if option.name not in names and self.step_s[option.name] < math.inf
+        ]  # fmt: skip
         cluster = self.model.cluster
         least_s = [
             (1 - option.gain) * simulated_s(option.layout, without_launches(option.work), cluster) for option in others
         ]
-        for seconds, option in sorted(zip(least_s, others, strict=True), key=lambda pair: pair[0])[:GRAPHED]:
+        for seconds, option in sorted(zip(least_s, others, strict=True), key=lambda pair: pair[0])[:NUM_AS_GRAPHS]:
             if seconds >= NEARLY * min(self.step_s[each.name] for each in known):
                 break
             if self.clock.over:
@@ -203,7 +213,23 @@ class Finalists:
                 break
             self._simulate(option, explains=True)
             known.append(option)
-        return self._simplest(known)
+
+    def _cut_as_by_hand(self, known: Sequence[Option]) -> None:
+        """Simulate the fastest pipelines again with the stages that their layouts have if a user names them. An option
+        takes the faster plan: estimates, which choose stages, know neither graphs nor the best buckets."""
+        graph, cluster = self.model.graph, self.model.cluster
+        pipelines = [option for option in known if option.firsts and not option.layout.stage_sizes]
+        for option in sorted(pipelines, key=lambda option: self.step_s[option.name])[:NUM_CUT_AGAIN]:
+            firsts = choose_cut(graph, option.layout.pipeline.num_stages, cluster)
+            if firsts == option.firsts or len(set(option.recompute)) > 1 or self.clock.over:
+                continue
+            self.clock.say(f"simulating {option.name} with the usual stages")
+            try:
+                plan, foretold = self._planned(msgspec.structs.replace(option, firsts=firsts), explains=True)
+            except REFUSALS:
+                continue
+            if foretold.fits(self.model.memory_bytes) and foretold.played.step_s < self.step_s[option.name]:
+                self.real[option.name], self.step_s[option.name] = (plan, foretold), foretold.played.step_s
 
     def _with_zero(self, layout: Layout) -> Option | None:
         """The fastest option that has ``layout`` plus ZeRO stage 1 or 2."""

@@ -99,9 +99,10 @@ def measure(effort: GpuEffort, advance: Advance, device: torch.device | str | No
 def _own(effort: GpuEffort, advance: Advance, device: torch.device) -> MeasuredGpu:
     clock = Stopwatch(device)
     with device:
-        probes = [*attention_probes(effort.lengths, effort.heads, effort.width)]
-        probes += [probe for probe in memory_probes(effort.elements) if probe.kind != "update"]
-        probes += map(_update, effort.elements)
+        probes = [
+            *attention_probes(effort.lengths, effort.heads, effort.width),
+            *memory_probes(effort.elements, update=_fused_update),
+        ]
         kernel_s, launch_s = _launches(clock)
         seconds: dict[tuple[str, float], list[float]] = {}
         products: dict[tuple[str, Product], list[float]] = {}
@@ -127,12 +128,12 @@ def _own(effort: GpuEffort, advance: Advance, device: torch.device) -> MeasuredG
     )  # fmt: skip
 
 
-def _update(count: int) -> Probe:
+def _fused_update(count: int) -> Probe:
     """An update by PyTorch's fused kernel of AdamW, which trainers run on GPUs."""
     parameter = torch.nn.Parameter(torch.randn(count))
     parameter.grad = torch.randn(count)
     optimizer = torch.optim.AdamW([parameter], lr=1e-9, fused=True)
-    return Probe("update", ADAMW.fused * parameter.nbytes, optimizer.step)
+    return Probe("update", ADAMW.fused_moved * parameter.nbytes, optimizer.step)
 
 
 def _product(product: Product, dtype: str, device: torch.device) -> Callable[[], Tensor]:

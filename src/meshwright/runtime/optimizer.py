@@ -2,7 +2,7 @@
 rank."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,14 +44,17 @@ def check_factory(factory: Any, max_grad_norm: Any) -> None:
 
 
 def takes_fused(optimizer: Optimizer, *, on_device: bool = True) -> bool:
-    """Whether an optimizer runs PyTorch's fused kernel if a trainer may choose: there is one, and no group of
-    parameters has chosen another implementation."""
-    groups = optimizer.param_groups
-    known = type(optimizer) in FUSED and not (on_device and isinstance(optimizer, torch.optim.Adagrad))
-    return known and all(
-        each["fused"] or (each["fused"] is None and not each["foreach"] and not each["differentiable"])
-        for each in groups
-    )
+    """Whether an optimizer runs PyTorch's fused kernel for all parameters if a trainer may choose: there is one, and no
+    group of parameters has chosen another implementation."""
+    return _has_fused(optimizer, on_device=on_device) and all(map(_may_fuse, optimizer.param_groups))
+
+
+def _has_fused(optimizer: Optimizer, *, on_device: bool) -> bool:
+    return type(optimizer) in FUSED and not (on_device and isinstance(optimizer, torch.optim.Adagrad))
+
+
+def _may_fuse(group: Mapping[str, Any]) -> bool:
+    return bool(group["fused"] or (group["fused"] is None and not group["foreach"] and not group["differentiable"]))
 
 
 def make_optimizer(factory: OptimizerFactory, parameters: LocalParameters, *, fused: bool = False) -> Optimizer:
@@ -81,9 +84,9 @@ def make_optimizer(factory: OptimizerFactory, parameters: LocalParameters, *, fu
             "trained"
         )
     on_device = parameters.device.type != "cpu"
-    if fused and takes_fused(optimizer, on_device=on_device):
+    if fused and _has_fused(optimizer, on_device=on_device):
         for group in optimizer.param_groups:
-            if group["fused"] is None:
+            if group["fused"] is None and _may_fuse(group):
                 group["fused"] = all(value.is_floating_point() for value in group["params"])
     inner = optimizer.inner if isinstance(optimizer, MasterWeights) else optimizer
     if isinstance(inner, NeedsShardSums):

@@ -122,8 +122,8 @@ class LossScale:
         device, a scale of 1 needs no pass that writes."""
         found_inf = (~torch.isfinite(loss)).to(torch.float32).reshape(1)
         if self.on_device and not self.dynamic:
-            if gradients:
-                largest = torch.nn.utils.get_total_norm(list(gradients), torch.inf)
+            if present := [gradient for gradient in gradients if gradient.numel()]:
+                largest = torch.nn.utils.get_total_norm(present, torch.inf)
                 found_inf = torch.maximum(found_inf, (~torch.isfinite(largest)).to(found_inf.dtype))
         else:
             inverse = torch.full((1,), 1.0 / self.value, device=self.device)

@@ -100,16 +100,32 @@ def _flat_convolution(batch: int, channels: int, side: int) -> Probe:
     return Probe("convolution_operands", size, lambda: aten.convolution.default(image, weight, *rest), flops)
 
 
-def memory_probes(elements: tuple[int, ...] = (2**14, 2**18, 2**21)) -> Iterator[Probe]:
+def _update(count: int) -> Probe:
+    """An update of parameters that are not in the caches, because other parameters were used in between."""
+    size = count * ITEM_BYTES["float32"]
+    vectors = [torch.randn(count) for _ in range(2 * max(1, COLD_BYTES // (2 * size)))]
+    pairs = cycle(list(zip(vectors[::2], vectors[1::2], strict=True)))
+
+    def call() -> None:
+        parameter, gradient = next(pairs)
+        parameter.add_(gradient, alpha=-1e-9)
+
+    return Probe("update", 3 * size, call)
+
+
+def memory_probes(
+    elements: tuple[int, ...] = (2**14, 2**18, 2**21), update: Callable[[int], Probe] = _update
+) -> Iterator[Probe]:
     """Operators that are bound by memory, in float32, for each number of ``elements``. A call uses other tensors than
-    the call before it, because in a step much other work runs between the creation of a tensor and its use."""
+    the call before it, because in a step much other work runs between the creation of a tensor and its use.
+    ``update`` makes the probe of an optimizer's update."""
     for count in elements:
         pool = list(torch.rand(max(2, COLD_BYTES // 8 // count), count))
         yield from _element_wise(pool)
         yield from _by_rows([x.view(-1, ROW) for x in pool])
         yield from _by_channels([x.view(-1, 64, 16, 16) for x in pool])
         yield from _by_index([x.view(-1, ROW) for x in pool])
-        yield _update(count)
+        yield update(count)
 
 
 def _element_wise(pool: list[Tensor]) -> Iterator[Probe]:
@@ -157,16 +173,3 @@ def _by_index(pool: list[Tensor]) -> Iterator[Probe]:
     index = torch.randint(rows, (rows,))
     yield Probe("gather", 2 * size, lambda: aten.embedding.default(next(x), index))
     yield Probe("scatter", 2 * size, lambda: aten.embedding_dense_backward.default(next(x), index, rows, -1, False))
-
-
-def _update(count: int) -> Probe:
-    """An update of parameters that are not in the caches, because other parameters were used in between."""
-    size = count * ITEM_BYTES["float32"]
-    vectors = [torch.randn(count) for _ in range(2 * max(1, COLD_BYTES // (2 * size)))]
-    pairs = cycle(list(zip(vectors[::2], vectors[1::2], strict=True)))
-
-    def call() -> None:
-        parameter, gradient = next(pairs)
-        parameter.add_(gradient, alpha=-1e-9)
-
-    return Probe("update", 3 * size, call)

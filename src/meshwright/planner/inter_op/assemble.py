@@ -248,7 +248,7 @@ def _before(parts: Sequence[StageWork], facts: Sequence[LayerFacts], buckets: "_
         "prologue", [Compute("prologue", alike_s, launch_s=launch_s), *(fact.casts for fact in facts)]
     )
     zeroing = _computing(ZEROING, (piece for part in parts for piece in part.before if piece.what == ZEROING))
-    computed = tuple(piece for piece in (prologue, zeroing) if piece.seconds)
+    computed = tuple(piece for piece in (prologue, zeroing) if piece.seconds or piece.launch_s)
     return (*gathers, *max(rest, key=len), *computed)
 
 

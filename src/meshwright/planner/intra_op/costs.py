@@ -74,7 +74,8 @@ class ClusterCosts:
         """Seconds of an update whose passes are limited by the device's memory."""
         rates = self._nodes.rates
         moved, passes = optimizer.passes(on_cpu=rates.device.kind == "cpu")
-        return passes * rates.memory_bound("update", moved * num_bytes).seconds
+        apart = passes > 1 or rates.device.kind == "cpu"  # a fused kernel takes all parameters together
+        return passes * rates.memory_bound("update", moved * num_bytes, kernels=int(apart)).seconds
 
 
 class AlphaBetaCosts:
