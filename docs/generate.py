@@ -417,8 +417,10 @@ HEADLINES = (
     ("3x3 convolutions cut over rows", "convolution", "stack of 3x3 on 2048 x 2048, 2 ranks by rows: at most 1.000"),
     ("all-reduce of 1 MiB", "collectives", "2 ranks, 1 MiB: at most 0.3"),
     ("all-reduce of 64 MiB", "collectives", "2 ranks, 64 MiB: at most 1 x Open MPI"),
+    ("GPT of 1.3 B parameters on an H200", "gpu-nvidia-h200-gpt-calibrate-llama-foretold", "GPT 1.3 B: a step"),
 )
-"""The comparisons in README: the words of a row, the result file, and the begin of the target; all on two ranks."""
+"""The comparisons in README: the words of a row, the result file, and the begin of the target; all on two ranks, except
+those on a GPU."""
 _FOLDER = HERE.parent / "benchmarks" / "results"
 
 
@@ -430,6 +432,14 @@ def results() -> dict[str, Result]:
 def missing() -> list[str]:
     """The results that have no file, because their benchmark did not run yet."""
     return [name for name in RESULTS if not (_FOLDER / f"{name}.json").exists()]
+
+
+def last_findings(name: str, by_name: dict[str, Result]) -> list[Finding]:
+    """The findings of a result, without those that a later run of some of its parts (``NAME-PARTS``) has again."""
+    again = {
+        each.target for other, result in by_name.items() if other.startswith(f"{name}-") for each in result.findings
+    }
+    return [finding for finding in by_name[name].findings if finding.target not in again]
 
 
 def measured_page() -> str:
@@ -497,7 +507,8 @@ def readme() -> str:
         low, high = finding.interval
         figure = f"{finding.ratio:.3f} ({low:.3f} to {high:.3f})"
         lines.append(f"| {words} | {finding.baseline} | {figure} | {finding.limit:g} | {finding.verdict} |")
-    verdicts = Counter(finding.verdict for result in by_name.values() for finding in result.findings)
+    areas = {name: Counter(finding.verdict for finding in last_findings(name, by_name)) for name in by_name}
+    verdicts = sum(areas.values(), Counter[str]())
     tally = f"{verdicts['pass']} pass, {verdicts['fail']} fail, {verdicts['undecided']} are undecided, "
     tally += f"{verdicts['reported']} are only reported"
     lines += ["", f"Of all {verdicts.total()} rows {tally}: [docs/measured.md](docs/measured.md)."]
@@ -505,8 +516,7 @@ def readme() -> str:
         lines += [f"Benchmarks without a result file, whose targets are not judged yet: {', '.join(missing())}."]
     lines += ["", "## Where it loses", "", "The areas with missed targets; each link leads to their rows.", ""]
     lines += ["| area | rows | missed | undecided |", "|---|---:|---:|---:|"]
-    for name, result in by_name.items():
-        area = Counter(finding.verdict for finding in result.findings)
+    for name, area in areas.items():
         if area["fail"]:
             link = f"[{name.replace('_', ' ')}](docs/measured.md#{name})"
             lines.append(f"| {link} | {area.total()} | {area['fail']} | {area['undecided']} |")
