@@ -233,7 +233,8 @@ class EveryPlan:
 
 class Searched:
     """A search, as ``mw.plan`` makes it. ``lowered`` maps the names of the options that it lowered as whole models, and
-    that fit, to their simulated seconds. ``chosen`` is the name of the option whose plan the search returns."""
+    that fit, to their simulated seconds with the faster of the stages that it tried. ``chosen`` is the name of the
+    option whose plan the search returns."""
 
     def __init__(self, graph: Graph, cluster: Cluster, limit_bytes: float) -> None:
         self.search = Search(
@@ -255,9 +256,9 @@ class Searched:
         with patch.object(model, "planned", noted), closing(self.search.prices), suppress(LayoutError):
             self.search.run()
             plan = self.search.best()
-        for name, option in {option.name: option for option in options}.items():
-            if (seconds := self.lowered_s(option)) < inf:
-                self.lowered[name] = seconds
+        for option in {(option.name, option.firsts): option for option in options}.values():  # also as cut by hand
+            if (seconds := self.lowered_s(option)) < self.lowered.get(option.name, inf):
+                self.lowered[option.name] = seconds
         if plan is not None:  # it recomputes less than its option if blocks can be kept
             layout = msgspec.structs.replace(plan.layout, recompute="none")
             self.chosen = next(
