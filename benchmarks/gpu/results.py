@@ -24,8 +24,9 @@ TIMED = (
 
 
 class Results:
-    """Collects what parts have found. ``folder`` is that of the result files, ``scratch`` that of the parts. ``only``:
-    the parts that were chosen; the files are named after them, and leave those of a whole run as they are."""
+    """Collects the findings of the parts. ``folder`` holds the result files, ``scratch`` the files of the parts.
+    ``only``: the names of the chosen parts. The result files are then named after these parts, and the files of a whole
+    run stay."""
 
     def __init__(self, folder: Path, scratch: Path, commit: str, *, rehearsed: bool, only: Sequence[str] = ()) -> None:
         self._folder, self._scratch, self._commit, self._rehearsed = folder, scratch, commit, rehearsed

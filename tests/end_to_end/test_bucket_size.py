@@ -98,7 +98,7 @@ def only(reduced: int, gathered: int):  # type: ignore[no-untyped-def]
     ids=str,
 )
 def test_no_other_sizes_are_faster(layout: dict[str, int]) -> None:
-    # With ZeRO 2, the order of what is computed beside depends on the buckets; with micro-batches, waits for the host.
+    # With ZeRO 2, buckets change the order of the kernels. With micro-batches, the device waits for its host.
     exact = layout.get("zero", 0) < 2 and "microbatches" not in layout
     spread = []
     for cluster in (A100, network(0.0, 1e-10, A100), network(1e-3, 1e-12, A100)):

@@ -171,7 +171,7 @@ SUBJECTS: dict[str, Callable[[], Graph]] = {
 }
 TIMES = {"own head": 0.04, "tied": 0.03, "batch norm": 0.05}
 PEAKS = {"own head": 0.05, "tied": 0.08, "batch norm": 0.25}
-HOST_TIMES = 0.15
+HOST_TIMES = 0.08
 """Relative errors. ``HOST_TIMES``: of steps in which a GPU waits for its host, which also makes views between layers.
 The images are so small that a kernel's workspace is a large part of the peak."""
 
