@@ -195,6 +195,10 @@ def test_the_time_of_the_clock_is_taken_off(monkeypatch: pytest.MonkeyPatch) -> 
     assert sweeps.measured().kernel_s == pytest.approx(2e-6)
 
 
+def test_the_update_that_gpus_measure_is_the_priced_one() -> None:
+    assert ADAMW.fused_moved == calibrate_gpus.UPDATE_MOVES
+
+
 def test_bytes_of_products_are_those_of_float32() -> None:
     probes = [
         (dtype, Probe("matmul", 3e6, lambda: None, other)) for dtype, other in (("float32", 4.0), ("bfloat16", 2.0))
