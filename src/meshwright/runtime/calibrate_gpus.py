@@ -32,8 +32,8 @@ TINY_CALLS = 400
 """Tiny kernels that are launched in a row, to time launches: fewer than the device's queue holds."""
 COPIED_BYTES = 2**28
 UPDATE_MOVES = 7
-"""The numbers that the fused kernel of AdamW reads (parameter, gradient, both moments) and writes (all but the gradient)
-for each element, as ``cost.optimizer.ADAMW`` has them."""
+"""The numbers that the fused kernel of AdamW reads (parameter, gradient, both moments) and writes (all but the
+gradient) for each element, as ``cost.optimizer.ADAMW`` has them."""
 
 
 class GpuEffort(msgspec.Struct, frozen=True):
