@@ -16,7 +16,7 @@ import msgspec
 
 from meshwright.cost.optimizer import ADAMW
 from meshwright.cost.program import ZEROING, step_work
-from meshwright.cost.work import Communicate, Compute, Piece, StageWork, StepWork, Wait
+from meshwright.cost.work import Communicate, Compute, Piece, StageWork, StepWork, Wait, without_launches
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import RECOMPUTE, ZERO_STAGES, Layout, Recompute, ZeroStage
@@ -32,9 +32,11 @@ from meshwright.planner.inter_op.option import REFUSALS
 from meshwright.planner.inter_op.piece_codecs import is_reduction
 from meshwright.schedules.pipeline import least_microbatches
 
-FINALISTS, NEAR = 12, 1.08
-"""At most ``FINALISTS`` layouts are planned again with the best bucket sizes: those that take at most ``NEAR`` times as
-long as the fastest."""
+FINALISTS, NEAR = 48, 1.08
+"""At most ``FINALISTS`` layouts are planned again with the best bucket sizes and as graphs: those that would take at
+most ``NEAR`` times as long as the fastest of these, if no device waited for its host."""
+FIRST_ASKED = 6
+"""The layouts that are planned so before layouts with ZeRO and recomputation are simulated."""
 CONTROLS = 6
 """Layouts that were left out, and are simulated all the same, to test that they may be left out."""
 
@@ -87,11 +89,13 @@ def every_layout(graph: Graph, num_devices: int) -> Iterator[Layout]:
 
 @dataclass(frozen=True)
 class UniformStep:
-    """A uniform layout with its simulated step."""
+    """A uniform layout with its simulated step. ``free_s``: the step if no device waited for its host; a step whose
+    phases are graphs takes about as long."""
 
     layout: Layout
     step_s: float
     fits: bool
+    free_s: float
 
 
 @dataclass
@@ -109,6 +113,8 @@ class Uniform:
     - ZeRO adds work, too. It saves nothing but parts of the update, of the sums of gradients and of adding them up. So
       no ZeRO stage is faster than the step without all these.
 
+    Bounds count no waits for the host: a layout may be launched as graphs where a similar layout is not.
+
     ``counts`` has the number of layouts that were simulated, refused and left out. ``without`` are layouts that were
     left out.
     """
@@ -118,6 +124,7 @@ class Uniform:
     counts: Counter[str] = field(default_factory=Counter)
     steps: list[UniformStep] = field(default_factory=list)
     without: list[Layout] = field(default_factory=list)
+    asked: dict[str, UniformStep] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.lower = PlanLowering(self.graph)
@@ -128,7 +135,8 @@ class Uniform:
     @property
     def best_s(self) -> float:
         """The shortest step so far that fits."""
-        return min((step.step_s for step in self.steps if step.fits), default=math.inf)
+        known = (*self.steps, *self.asked.values())
+        return min((step.step_s for step in known if step.fits), default=math.inf)
 
     def run(self) -> None:
         """Simulate all layouts that can be the fastest."""
@@ -143,6 +151,8 @@ class Uniform:
                             self._leave_out(group, zero, 0)
                     else:
                         fits = self._without_zero(group)
+        for step in self._freest()[:FIRST_ASKED]:  # a short step, early: more is left out
+            self.as_asked(step.layout)
         while self._heap:
             bound_s, _, group, zero, kind = heapq.heappop(self._heap)
             if bound_s >= self.best_s:
@@ -155,36 +165,47 @@ class Uniform:
                 self._recompute(group, simulated[0], bound_s, zero, kind)
 
     def best(self) -> UniformStep:
-        """The fastest layout, with the best bucket sizes."""
-        fitting = sorted((step for step in self.steps if step.fits), key=lambda step: step.step_s)
-        near = [step for step in fitting[:FINALISTS] if step.step_s <= NEAR * self.best_s]
-        return min((self.as_asked(step.layout) for step in near), key=lambda step: step.step_s)
+        """The fastest layout, with the best bucket sizes, and as graphs where they are faster."""
+        for step in self._freest()[:FINALISTS]:
+            if step.free_s > NEAR * self.best_s:
+                break
+            self.as_asked(step.layout)
+        return min((step for step in self.asked.values() if step.fits), key=lambda step: step.step_s)
+
+    def _freest(self) -> list[UniformStep]:
+        """The layouts that fit; first those whose steps would be the shortest without waits for the host."""
+        return sorted((step for step in self.steps if step.fits), key=lambda step: step.free_s)
 
     def as_asked(self, layout: Layout) -> UniformStep:
-        """A layout as ``mw.plan`` plans it for a user, with the best bucket sizes."""
-        plan = self._plan(layout, replace(self.ask, fits_buckets=True))
-        prediction = foretell(self.lower, plan, self.cluster)
-        return UniformStep(layout, prediction.played.step_s, prediction.fits())
+        """A layout as ``mw.plan`` plans it for a user, with the best bucket sizes, and as graphs where they are
+        faster."""
+        if (name := str(layout)) not in self.asked:
+            plan = self._plan(layout, replace(self.ask, fits_buckets=True))
+            prediction = foretell(self.lower, plan, self.cluster)
+            seconds = prediction.played.step_s
+            self.asked[name] = UniformStep(layout, seconds, prediction.fits(), seconds)
+        return self.asked[name]
 
     def better_controls(self) -> tuple[int, int]:
         """How many of some layouts that were left out, drawn at random, fit and are faster; and how many there are."""
         drawn = random.Random(0).sample(self.without, min(CONTROLS, len(self.without)))
-        steps = []
+        steps, best_s = list[UniformStep](), self.best_s
         for layout in drawn:
             try:
                 steps.append(self.as_asked(layout))
             except REFUSALS:
                 continue
-        return sum(step.fits and step.step_s < self.best_s for step in steps), len(steps)
+        return sum(step.fits and step.step_s < best_s for step in steps), len(steps)
 
     def _plan(self, layout: Layout, ask: Ask) -> Plan:
         return plan_layout(self.graph, layout, world_size=layout.num_ranks, cluster=self.cluster, ask=ask)
 
     def _whole_s(self) -> float:
-        """Seconds of all kernels of forward and backward on the first device, which is the fastest."""
+        """Seconds of all kernels of forward and backward on the first device, which is the fastest, if it never waits
+        for its host."""
         plan = self._plan(Layout(), self.ask)
         (stage,) = step_work(self.lower(plan), plan, self.cluster).stages
-        return sum(piece.seconds for kind in "FB" for piece in stage.pieces[kind] if isinstance(piece, Compute))
+        return sum(piece.device_s for kind in "FB" for piece in stage.pieces[kind] if isinstance(piece, Compute))
 
     def _zeros(self, group: Group) -> tuple[ZeroStage, ...]:
         return ZERO_STAGES[1:] if group[0].dp > 1 else ()
@@ -203,7 +224,7 @@ class Uniform:
         self._recompute(group, steps, 0.0, 0, 0)
         if self._zeros(group):
             lighter = StepWork(tuple(map(_unsummed, work.stages)), work.heap_factor)
-            bound_s = min(self._played(plan, layout, lighter).step_s for layout in group)
+            bound_s = min(self._played(plan, layout, lighter).free_s for layout in group)
             for zero in self._zeros(group):
                 self._put(bound_s - self._adding_s(plan), group, zero, 0)
         return all(step.fits for step in steps)
@@ -216,7 +237,7 @@ class Uniform:
         lacking = {step.layout.schedule: step for step in steps if not step.fits}
         left = tuple(layout for layout in group if layout.schedule in lacking)
         if left:
-            least_s = min(step.step_s for step in lacking.values()) if kind == 0 else 0.0
+            least_s = min(step.free_s for step in lacking.values()) if kind == 0 else 0.0
             self._put(max(bound_s, least_s), left, zero, kind + 1)
         self.counts["left out"] += (len(group) - len(left)) * (len(RECOMPUTE) - kind - 1)
 
@@ -248,8 +269,10 @@ class Uniform:
 
     def _played(self, plan: Plan, layout: Layout, work: StepWork) -> UniformStep:
         schedule = layout.schedule if layout.pp > 1 else "none"
-        prediction = foretell(self.lower, msgspec.structs.replace(plan, schedule=schedule), self.cluster, work=work)
-        return UniformStep(layout, prediction.played.step_s, prediction.fits())
+        plan = msgspec.structs.replace(plan, schedule=schedule)
+        prediction = foretell(self.lower, plan, self.cluster, work=work)
+        free = foretell(self.lower, plan, self.cluster, work=without_launches(work))
+        return UniformStep(layout, prediction.played.step_s, prediction.fits(), free.played.step_s)
 
     def _adding_s(self, plan: Plan) -> float:
         """At least the seconds in which a rank adds the gradients of all micro-batches but the first to the sum: each

@@ -56,14 +56,15 @@ def test_boxes_of_cpus_are_searched() -> None:
 
 @pytest.mark.product
 def test_uniform_layouts_that_are_left_out_are_not_faster() -> None:
-    """The enumeration beside the same without bounds, on two devices: where all fits, and where a fifth does."""
+    """The enumeration beside the same without bounds, on two devices: where all fits, and where a fifth does. Steps are
+    those that a user gets: with the best bucket sizes, and as graphs where they are faster."""
     cluster = mw.Cluster.load("h100-box1-ndr400x1", 2)
     config = GPTConfig(layers=2, width=128, heads=4, vocabulary=512, sequence_length=64, tied_head=False)
     with torch.device("meta"):
         tokens = torch.zeros(4, config.sequence_length, dtype=torch.int64)
         graph = mw.capture(GPT(config), language_model_loss, {"tokens": tokens, "targets": tokens})
     lower, steps = PlanLowering(graph), []
-    ask = Ask(explains=False, fits_buckets=False, lower=lower)
+    ask = Ask(explains=False, lower=lower)
     for layout in every_layout(graph, cluster.num_devices):
         plan = plan_layout(graph, layout, world_size=2, cluster=cluster, ask=ask)
         steps.append((layout, foretell(lower, plan, cluster)))
@@ -74,9 +75,9 @@ def test_uniform_layouts_that_are_left_out_are_not_faster() -> None:
         uniform = Uniform(graph, msgspec.structs.replace(cluster, device=device, software=exact))
         uniform.run()
         assert uniform.counts.total() == len(steps)
-        assert uniform.counts["left out"] > len(steps) / 3
+        assert uniform.counts["left out"] > len(steps) / 10
         best_s = min(step.played.step_s for _, step in steps if step.fits(limit))
-        assert uniform.best_s == pytest.approx(best_s)
+        assert uniform.best().step_s == pytest.approx(best_s)
         lighter = [step.layout for step in uniform.steps if step.layout.zero or step.layout.recompute != "none"]
         assert (len(lighter) > 20) is (limit < peaks[-1])
 
