@@ -13,7 +13,7 @@ The executor calls one function for each phase. The nodes of the phase describe 
 the program which values pass between phases, stages and micro-batches.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 from math import prod
 from typing import ClassVar, Literal, Protocol
@@ -30,7 +30,7 @@ from meshwright.ir.schedule import ActionKind
 CollectiveKind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "halo", "shift"]
 
 
-class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """A tensor on this rank.
 
     ``storage`` is the name of the value that owns the memory. It is this value, unless this value is a view or was
@@ -52,7 +52,7 @@ class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.name == self.storage
 
 
-class Collective(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class Collective(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
     """A collective over the ``size`` ranks of an axis.
 
     ``bytes`` is the size of the tensor on one rank: before an all-reduce, reduce-scatter or all-to-all, and after an
@@ -72,7 +72,7 @@ class Collective(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     summed: tuple[int, ...] = ()
 
 
-class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True, gc=False):
     """One call in a program.
 
     ``operator`` is the name of the graph's operator for which the call is made. For any other call, it is a word for
@@ -292,8 +292,9 @@ class Lower(Protocol):
     def __call__(self, plan: Plan) -> tuple[Program, ...]:
         """The programs of all stages of a plan, each for the busiest rank of its stage."""
 
-    def variants(self, plans: Sequence[Plan]) -> list[tuple[Program, ...]]:
-        """The programs of plans that differ only in recomputation, prefetching and graphs."""
+    def variants(self, plans: Sequence[Plan], stages: Collection[int] | None = None) -> list[tuple[Program, ...]]:
+        """The programs of plans that differ only in recomputation, prefetching and graphs. ``stages``: only of these
+        stages; None: of all."""
 
     def operator(
         self, operator: Operator, strategy: Strategy, sizes: Mapping[str, int], interior_first: bool = False

@@ -1,13 +1,25 @@
 """A graph with its plan, and facts about both that all stages need."""
 
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+
 from meshwright.ir.graph import Graph, Operator
+from meshwright.ir.layout import TIME
+from meshwright.ir.mesh import AxisGroup, sizes_of
+from meshwright.ir.placement import Placements, local_shape
 from meshwright.ir.plan import Plan, Strategy
+from meshwright.ir.program import Transfer, Value
 from meshwright.ir.recomputation import Recomputation
-from meshwright.ir.stages import Cut, cut
+from meshwright.ir.stages import Cut, border, cut
+
+
+def with_time(groups: Mapping[str, AxisGroup], microbatches: int) -> dict[str, AxisGroup]:
+    """A rank's groups, with the axis ``TIME`` if a step has several micro-batches."""
+    return {**groups, **({TIME: AxisGroup(TIME, microbatches, 0)} if microbatches > 1 else {})}
 
 
 @dataclass(frozen=True)
@@ -53,6 +65,34 @@ class PlannedGraph:
     def modules(self) -> dict[str, str]:
         """Maps an operator to its module."""
         return {operator.name: operator.module for operator in self.graph.operators}
+
+    def strategy(self, operator: Operator, sizes: Mapping[str, int]) -> Strategy:
+        """An operator's strategy on the axes in ``sizes``: those that have more than one rank."""
+        return {axis: choice for axis, choice in self.strategies[operator.name].items() if axis in sizes}
+
+    def border(self, name: str, sizes: dict[str, int]) -> Placements:
+        """The placements of a tensor while it is sent to another stage. ``sizes`` maps an axis to its size."""
+        maker = self.makers[name]
+        return border(self.graph, name, maker, self.strategy(maker, sizes), sizes, uneven=self.plan.uneven)
+
+    def transfer(self, name: str, value: str, groups: Mapping[str, AxisGroup]) -> Transfer:
+        """How a tensor is sent to another stage. ``value`` is the name of this rank's part of it, and ``groups`` are
+        the rank's groups, with ``TIME`` if there are several micro-batches."""
+        (sizes, at), tensor = sizes_of(groups), self.graph.tensors[name]
+        placements = self.border(name, sizes)
+        over_time = {axis: placement for axis, placement in placements.items() if axis == TIME}
+        over_ranks = {axis: placement for axis, placement in placements.items() if axis != TIME}
+        whole, local = (local_shape(tensor.shape, each, sizes, at) for each in (over_time, placements))
+        codec = self.plan.border_codec if tensor.shape and getattr(torch, tensor.dtype).is_floating_point else ""
+        return Transfer(name, Value(value, local, tensor.dtype, value), whole, codec, over_ranks)
+
+    def passed(self, stage: int, operators: Iterable[Operator]) -> frozenset[str]:
+        """The tensors that a stage with these ``operators`` sends on as it receives them, and does not read."""
+        cut = self.divided
+        read = {name for operator in operators for name in operator.inputs}
+        read.update(name for terms in cut.terms.values() for name in terms.get(stage, ()))
+        pairs = zip(cut.received(stage), cut.sent(stage), strict=True)
+        return frozenset(name for received, sent in pairs for name in {*received}.intersection(sent) - read)
 
     def recomputation(self, stage: int) -> Recomputation:
         """The operators that a stage recomputes in backward."""

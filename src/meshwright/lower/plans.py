@@ -3,7 +3,8 @@
 The planner computes costs from these programs, and ``plan --program`` shows them.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Hashable, Mapping, Sequence
 
 import msgspec
 
@@ -13,14 +14,20 @@ from meshwright.ir.mesh import AxisGroup, members
 from meshwright.ir.placement import is_linear
 from meshwright.ir.plan import Plan, Strategy
 from meshwright.ir.program import OperatorProgram, Program
+from meshwright.lower.alike import StageKey, renamed, stage_key
 from meshwright.lower.counts import Counter
 from meshwright.lower.describe import describe
 from meshwright.lower.operator import lower_operator
 from meshwright.lower.partition import EmittedStage, partition
 from meshwright.lower.planned_graph import PlannedGraph
 from meshwright.lower.stage import emit_stage
+from meshwright.ops.attention import SETTINGS_AT
 from meshwright.ops.base import OperatorRule, Target
 from meshwright.torch_private import DisableTorchFunction
+
+MOST_KEPT = 6
+"""The number of plans whose programs are kept."""
+_SETTINGS_AT = {str(target).replace("::", "."): at for target, at in SETTINGS_AT.items()}
 
 
 class PlanLowering:
@@ -35,48 +42,72 @@ class PlanLowering:
         self._operators: dict[object, OperatorProgram] = {}
         self._calls: dict[str, tuple[object, ...]] = {}
         self._planned: PlannedGraph | None = None
-        self._last: tuple[Plan, int, tuple[Program, ...]] | None = None
+        self._recent: deque[tuple[Plan, int, tuple[Program, ...]]] = deque(maxlen=MOST_KEPT)
 
     def __call__(self, plan: Plan, rank: int = 0) -> tuple[Program, ...]:
         """The programs of all stages. Each program is for the rank of its stage's submesh that corresponds to ``rank``.
         If parts have different sizes, rank 0 has the largest part."""
         # A search needs the memory and the time of the same plan.
-        same = msgspec.structs.replace(plan, notes=(), alternatives=(), prediction=None)
-        if self._last is None or self._last[:2] != (same, rank):
-            (programs,) = self._programs([plan], rank)
-            self._last = same, rank, programs
-            collect_young()
-        return self._last[2]
+        asked = _lowered_part(plan), rank
+        for *known, programs in self._recent:
+            if asked == tuple(known):
+                return programs
+        (programs,) = self._programs([plan], rank, None)
+        self._recent.append((*asked, programs))
+        collect_young()
+        return programs
 
-    def variants(self, plans: Sequence[Plan]) -> list[tuple[Program, ...]]:
+    def variants(self, plans: Sequence[Plan], stages: Collection[int] | None = None) -> list[tuple[Program, ...]]:
         """The programs of plans that differ only in recomputation, prefetching and graphs. They share most of the
-        work."""
-        programs = self._programs(plans, 0)
+        work. ``stages``: only of these stages; None: of all."""
+        programs = self._programs(plans, 0, stages)
+        if stages is None:
+            self._recent.extend((_lowered_part(plan), 0, own) for plan, own in zip(plans, programs, strict=True))
         collect_young()
         return programs
 
     @nothing_collected()
-    def _programs(self, plans: Sequence[Plan], rank: int) -> list[tuple[Program, ...]]:
+    def _programs(self, plans: Sequence[Plan], rank: int, stages: Collection[int] | None) -> list[tuple[Program, ...]]:
         planned_graphs = []
         for plan in plans:
             self._planned = self._planned.following(plan) if self._planned else PlannedGraph(self._graph, plan)
             planned_graphs.append(self._planned)
         programs: list[list[Program]] = [[] for _ in plans]
-        for stage in range(len(plans[0].stages)):
+        alike: dict[Hashable, tuple[StageKey, list[Program]]] = {}
+        for stage in range(len(plans[0].stages)) if stages is None else stages:
             groups = groups_of(plans[0], stage, rank)
-            sizes = {group.name: group.size for group in groups.values()}
-            emitted: dict[frozenset[str], EmittedStage] = {}
-            with DisableTorchFunction():
-                for planned, done in zip(planned_graphs, programs, strict=True):
-                    again = planned.mixtures_again(stage)
-                    if again not in emitted:
-                        emitted[again] = emit_stage(planned, stage, groups, rules=self._rules)
-                    lowered = partition(
-                        emitted[again], planned.recomputation(stage), {}, ahead=planned.plan.prefetch,
-                        graphs=planned.plan.graphs, symmetric=self._within_boxes(planned.plan, stage, rank, groups),
-                    )  # fmt: skip
-                    done.append(describe(lowered, sizes, self._counter))
-        return [tuple(done) for done in programs]
+            symmetric = [self._within_boxes(plan, stage, rank, groups) for plan in plans]
+            key = stage_key(planned_graphs, stage, groups, symmetric, self._call_of)
+            if key is not None and key.facts in alike:
+                other, lowered = alike[key.facts]
+                own = [renamed(program, other, key, stage, planned_graphs[0], groups) for program in lowered]
+            else:
+                own = self._lowered(planned_graphs, stage, groups, symmetric)
+            if key is not None:
+                alike.setdefault(key.facts, (key, own))
+            for of_plan, program in zip(programs, own, strict=True):
+                of_plan.append(program)
+        return [tuple(of_plan) for of_plan in programs]
+
+    def _lowered(
+        self, planned_graphs: Sequence[PlannedGraph], stage: int, groups: Mapping[str, AxisGroup],
+        symmetric: Sequence[frozenset[str]],
+    ) -> list[Program]:  # fmt: skip
+        """The programs of a stage, one for each plan. ``symmetric``: for each plan, the groups that share memory."""
+        sizes = {group.name: group.size for group in groups.values()}
+        emitted: dict[frozenset[str], EmittedStage] = {}
+        programs = []
+        with DisableTorchFunction():
+            for planned, within in zip(planned_graphs, symmetric, strict=True):
+                again = planned.mixtures_again(stage)
+                if again not in emitted:
+                    emitted[again] = emit_stage(planned, stage, groups, rules=self._rules)
+                lowered = partition(
+                    emitted[again], planned.recomputation(stage), {}, ahead=planned.plan.prefetch,
+                    graphs=planned.plan.graphs, symmetric=within,
+                )  # fmt: skip
+                programs.append(describe(lowered, sizes, self._counter))
+        return programs
 
     def _within_boxes(self, plan: Plan, stage: int, rank: int, groups: Collection[str]) -> frozenset[str]:
         """The groups of a rank of a stage's submesh whose ranks share memory."""
@@ -105,10 +136,25 @@ class PlanLowering:
             tensors = [self._graph.tensors[name] for name in (*operator.inputs, *operator.outputs)]
             rule = operator.rule
             self._calls[operator.name] = (
-                operator.target, operator.arguments, tuple((tensor.shape, tensor.dtype) for tensor in tensors),
+                operator.target, _without_number(operator), tuple((tensor.shape, tensor.dtype) for tensor in tensors),
                 operator.prologue, msgspec.json.encode((rule, operator.letters)),
             )  # fmt: skip
         return self._calls[operator.name]
+
+
+def _lowered_part(plan: Plan) -> Plan:
+    """The plan without all that changes no program."""
+    stages = tuple(msgspec.structs.replace(stage, receivers={}) for stage in plan.stages)
+    return msgspec.structs.replace(plan, stages=stages, notes=(), alternatives=(), prediction=None)
+
+
+def _without_number(operator: Operator) -> str:
+    """The arguments of an operator, without the number of a call of attention. Only random numbers depend on it."""
+    if operator.target not in _SETTINGS_AT:
+        return operator.arguments
+    number = _SETTINGS_AT[operator.target] + 4
+    arguments = operator.arguments.split(", ")
+    return ", ".join((*arguments[:number], *arguments[number + 1 :]))
 
 
 def groups_of(plan: Plan, stage: int, rank: int) -> dict[str, AxisGroup]:

@@ -22,9 +22,9 @@ from meshwright.ir.layout import DATA_AXES, TIME
 from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.placement import Partial, Placements, Shard, input_placements, output_placements
 from meshwright.ir.plan import Strategy
-from meshwright.ir.program import Held, Join, Program, Transfer, Value
+from meshwright.ir.program import Held, Join, Program, Transfer
 from meshwright.ir.schedule import ActionKind
-from meshwright.ir.stages import BACKWARD, FINISH, FORWARD, PROLOGUE, STEP, border, differing_buffers, given_batch
+from meshwright.ir.stages import BACKWARD, FINISH, FORWARD, PROLOGUE, STEP, differing_buffers, given_batch
 from meshwright.lower.emission import Emission
 from meshwright.lower.function import DISPATCHED, Kernels
 from meshwright.lower.fuse import fuse, separate
@@ -32,7 +32,7 @@ from meshwright.lower.gradients import Gradients
 from meshwright.lower.local import Emitter
 from meshwright.lower.operator import CPU, emit_operator
 from meshwright.lower.partition import EmittedStage, LoweredStage, partition
-from meshwright.lower.planned_graph import PlannedGraph
+from meshwright.lower.planned_graph import PlannedGraph, with_time
 from meshwright.lower.prefetch import join_returned
 from meshwright.lower.propagate import propagate
 from meshwright.lower.regions import Compiler
@@ -83,9 +83,7 @@ def emit_stage(
 ) -> EmittedStage:  # fmt: skip
     """Emit the calls of a stage. Recomputation matters here only for mixtures of experts
     (``PlannedGraph.mixtures_again``). Arguments and errors are the same as for ``lower_stage``."""
-    microbatches = planned.plan.microbatches
-    all_groups = {**groups, **({TIME: AxisGroup(TIME, microbatches, 0)} if microbatches > 1 else {})}
-    return _StageLowering(planned, stage, all_groups, device, rules).emitted()
+    return _StageLowering(planned, stage, with_time(groups, planned.plan.microbatches), device, rules).emitted()
 
 
 class _StageLowering:
@@ -113,8 +111,8 @@ class _StageLowering:
     def emitted(self) -> EmittedStage:
         emission, graph = self.emission, self.emission.graph
         self._inputs()
-        self._receive()
         operators, readers = self._wants()
+        self._receive(self.planned.passed(self.stage, operators))
         for operator in operators:
             emission.phase = self._phase_of(operator)
             self._operator(operator, readers)
@@ -188,11 +186,12 @@ class _StageLowering:
     def _strategy(self, operator: Operator) -> Strategy:
         """An operator's strategy on the axes that have more than one rank."""
         if operator.name not in self.known:
-            strategy = self.planned.strategies[operator.name]
-            self.known[operator.name] = {axis: choice for axis, choice in strategy.items() if axis in self.sizes}
+            self.known[operator.name] = self.planned.strategy(operator, self.sizes)
         return self.known[operator.name]
 
-    def _receive(self) -> None:
+    def _receive(self, passed: Collection[str]) -> None:
+        """Add a placeholder for each received tensor. Tensors that are only ``passed`` on have names of their own, so
+        that their number changes no other name of the program."""
         received = zip((ActionKind.RECV_F, ActionKind.RECV_B), self.divided.received(self.stage), strict=True)
         for action, names in received:
             phase, transfers = _PHASE_OF[action], []
@@ -200,23 +199,17 @@ class _StageLowering:
                 placements = self._border(name)
                 shape = self.emission.local_shape(self.ir.tensors[name].shape, placements)
                 with self.emission.during(phase):
-                    node = self.emission.given("received", phase, shape, self.emission.dtype(name))
+                    kind = "passed" if name in passed else "received"
+                    node = self.emission.given(kind, phase, shape, self.emission.dtype(name))
                     self.emission.make(name, node, placements)
                 transfers.append(self._transfer(name, node))
             self.transfers[action] = tuple(transfers)
 
     def _border(self, name: str) -> Placements:
-        maker = self.makers[name]
-        return border(self.ir, name, maker, self._strategy(maker), self.sizes, uneven=self.plan.uneven)
+        return self.planned.border(name, self.sizes)
 
     def _transfer(self, name: str, node: fx.Node) -> Transfer:
-        placements, shape = self._border(name), self.ir.tensors[name].shape
-        over_time: Placements = {axis: placement for axis, placement in placements.items() if axis == TIME}
-        whole = self.emission.local_shape(shape, over_time)
-        local = self.emission.local_shape(shape, placements)
-        codec = self.plan.border_codec if shape and self.emission.dtype(name).is_floating_point else ""
-        over_ranks = {axis: placement for axis, placement in placements.items() if axis != TIME}
-        return Transfer(name, Value(node.name, local, self.ir.tensors[name].dtype, node.name), whole, codec, over_ranks)
+        return self.planned.transfer(name, node.name, self.emission.groups)
 
     # --- operators ---------------------------------------------------------------------------------------------------
 

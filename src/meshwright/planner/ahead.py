@@ -46,6 +46,7 @@ def follow_ahead(plan: Plan, base: Plan, *, trains: bool) -> Plan:
 class _Choice:
     def __init__(self, lower: Lower, cluster: Cluster, optimizer: OptimizerCost, memory_bytes: float) -> None:
         self.lower, self.cluster, self.optimizer, self.memory_bytes = lower, cluster, optimizer, memory_bytes
+        self.chosen: Foretold | None = None
 
     def with_depth(self, plan: Plan) -> Plan:
         """The plan with the number of buckets ahead that makes the step fastest."""
@@ -62,13 +63,14 @@ class _Choice:
         best_s = min(fitting.values())
         alike = [depth for depth, step_s in fitting.items() if step_s <= (1 + ALIKE) * best_s]
         depth = min(alike, key=lambda depth: (abs(depth - USUAL), depth))
+        self.chosen = foretold[depth]
         return with_notes(plans[depth], [_depth_note(depth, foretold)])
 
     def with_graphs(self, plan: Plan) -> Plan:
         """The plan with graphs, if they are possible and worth their memory."""
         if not self.cluster.software.graphs:
             return plan
-        without = self._foretold(plan, self.lower(plan))
+        without = self.chosen or self._foretold(plan, self.lower(plan))
         if without.host_share < WORTH:
             return plan
         other = msgspec.structs.replace(plan, graphs=True)

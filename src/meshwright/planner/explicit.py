@@ -16,7 +16,7 @@ from meshwright.ir.algorithm_times import AlgorithmTimes
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import DATA_AXES, FEATURE_AXES, TIME, Layout
-from meshwright.ir.part import part_of, stage_cluster
+from meshwright.ir.part import part_of
 from meshwright.ir.placement import Placement
 from meshwright.ir.plan import Note, Plan, Stage, Strategy, starred
 from meshwright.ir.program import Lower
@@ -36,7 +36,7 @@ from meshwright.planner.follow import follow_storage, inherit
 from meshwright.planner.intra_op.assign import Assigned, Chosen, assign
 from meshwright.planner.intra_op.costs import CostModel
 from meshwright.planner.intra_op.explain import notes_of
-from meshwright.planner.join_plans import join_plans
+from meshwright.planner.join_plans import alike_ranks, join_plans
 from meshwright.planner.notes import ModuleNotes, module_notes, unsplit_notes
 from meshwright.planner.pieces import with_pieces
 from meshwright.planner.pins import read_pins
@@ -133,16 +133,17 @@ def _planned(graph: Graph, layout: Layout, cluster: Cluster | None, base: Plan |
     shared = between_sizes(graph, layout, _cut_of(graph, layout, cluster, ask)) if base is None else frozenset()
     lower = ask.lower if base is None and ask.fits_buckets else None
     ask = replace(ask, whole=ask.whole | shared, fits_buckets=False)  # each of these plans serves some stages only
-    plans, rooms = list[Plan](), list[float]()
-    for index in range(layout.pp):
-        part = stage_cluster(cluster, layout.mesh(), index) if cluster is not None else None
-        own = base and msgspec.structs.replace(base, algorithms=base.algorithms_of(index), links=base.links_of(index))
-        planner = _Planner(graph, layout.of_stage(index), part, own, ask)
-        plans.append(planner.plan())
+    plans, rooms = dict[int, Plan](), list[float]()
+    for ranks in alike_ranks(layout, cluster, base):
+        part = ranks.cluster
+        planner = _Planner(graph, ranks.layout, part, ranks.base, ask)
+        plan = planner.plan()
         if part is not None and lower is not None:
-            plans[-1] = with_pieces(lower, plans[-1], graph, part, layout.pipeline.stages_of(index))
+            stages = [stage for index in ranks.indices for stage in layout.pipeline.stages_of(index)]
+            plan = with_pieces(lower, plan, graph, part, stages)
             rooms.append(planner.room_bytes(part))
-    plan = join_plans(graph, layout, plans)
+        plans |= dict.fromkeys(ranks.indices, plan)
+    plan = join_plans(graph, layout, [plans[index] for index in range(layout.pp)])
     if cluster is None or lower is None or not graph.gradients:
         return plan
     return look_ahead(lower, plan, cluster, ask.optimizer, min(rooms))

@@ -1,14 +1,42 @@
 """Join the plans of the stages of a layout whose stages differ."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Layout
+from meshwright.ir.part import stage_cluster
 from meshwright.ir.pipeline import Pipeline
 from meshwright.ir.plan import Bucket, Note, Plan, starred
 from meshwright.ir.stages import Cut, cut
+
+
+@dataclass
+class AlikeRanks:
+    """Pipeline ranks that one plan serves: the layout in which all stages have their sizes, their part of the cluster,
+    and the plan that theirs is adapted from."""
+
+    layout: Layout
+    cluster: Cluster | None
+    base: Plan | None
+    indices: list[int] = field(default_factory=list)
+
+
+def alike_ranks(layout: Layout, cluster: Cluster | None, base: Plan | None) -> list[AlikeRanks]:
+    """The pipeline ranks of a layout with ``stage_sizes``, in groups that one plan serves."""
+    groups: list[AlikeRanks] = []
+    for index in range(layout.pp):
+        part = stage_cluster(cluster, layout.mesh(), index) if cluster is not None else None
+        own = base and msgspec.structs.replace(base, algorithms=base.algorithms_of(index), links=base.links_of(index))
+        given = AlikeRanks(layout.of_stage(index), part, own)
+        group = next((each for each in groups if replace(each, indices=[]) == given), None)
+        if group is None:
+            groups.append(group := given)
+        group.indices.append(index)
+    return groups
 
 
 def join_plans(graph: Graph, layout: Layout, plans: Sequence[Plan]) -> Plan:

@@ -7,7 +7,7 @@ Products of the same module in repeated blocks, and in the same direction, have 
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -19,7 +19,7 @@ from meshwright.ir.graph import Graph
 from meshwright.ir.kernel import Kernel
 from meshwright.ir.operator_algorithm import in_pieces
 from meshwright.ir.plan import Note, Plan, starred
-from meshwright.ir.program import Collective, Lower, Node, Phase, Program
+from meshwright.ir.program import Collective, Lower, Node, Phase
 
 CHUNKS = (1, 2, 4, 8)
 """The numbers of pieces that are considered for the rows of one rank."""
@@ -62,7 +62,7 @@ def with_pieces(
     if all(size < 2 for axis, size in plan.mesh.sizes.items() if axis not in ("dp", "pp")):
         return plan
     costs, groups = PieceCosts(plan.mesh, cluster), defaultdict[tuple[str, bool], list[Pair]](list)
-    phases = _phases(lower(plan), stages)
+    phases = _phases(lower, plan, stages)
     for phase in phases:
         for pair in pairs(phase):
             if costs.hides(pair.collective):
@@ -74,7 +74,7 @@ def with_pieces(
     # Shifts cannot be part of a graph of kernels, so the host launches each kernel of the pieces. In plain form, graphs
     # can launch the kernels.
     before = sum(costs.played_s(phase.nodes) for phase in phases)
-    if sum(costs.launched_s(phase.nodes) for phase in _phases(lower(divided), stages)) >= before:
+    if sum(costs.launched_s(phase.nodes) for phase in _phases(lower, divided, stages)) >= before:
         return plan
     notes = [
         Note(module=f"{module}{' (backward)' * backward}", split=in_pieces(pieces), reason=reason)
@@ -83,8 +83,9 @@ def with_pieces(
     return msgspec.structs.replace(divided, notes=(*divided.notes, *notes))
 
 
-def _phases(programs: Sequence[Program], stages: Collection[int] | None) -> list[Phase]:
-    return [phase for program in programs if stages is None or program.stage in stages for phase in program.phases]
+def _phases(lower: Lower, plan: Plan, stages: Collection[int] | None) -> list[Phase]:
+    programs = lower(plan) if stages is None else lower.variants([plan], stages)[0]
+    return [phase for program in programs for phase in program.phases]
 
 
 def pairs(phase: Phase) -> Iterator[Pair]:
