@@ -128,8 +128,8 @@ class StageWork(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     ``workspace_bytes`` is the most that one action needs in addition. Of the held bytes, ``passing_bytes`` (gathered
     parameters, results of the prologue) live only until gradients are reduced, and ``inputs_bytes`` until the update.
 
-    ``actions`` has the memory of each kind of action, of ``before`` and of ``after``. If it is empty, because the stage
-    is put together from layers, ``saved_bytes`` and ``workspace_bytes`` stand for all actions.
+    ``actions`` has the memory of each kind of action, of ``before`` and of ``after``. If the stage is put together from
+    layers, it has at most ``I`` and ``W``, and ``saved_bytes`` and ``workspace_bytes`` stand for all other actions.
 
     If the phases are launched as graphs, the graphs have ``slot_bytes`` for each micro-batch in flight, and
     ``more_bytes`` for the prologue (``cost/graphs.py``).
@@ -151,7 +151,7 @@ class StageWork(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     def memory_of(self, action: str) -> ActionBytes:
         """The memory of a kind of action."""
-        if self.actions or self.slot_bytes or action not in ("F", "B", "I", "W"):
+        if action in self.actions or self.slot_bytes or action not in ("F", "B", "I", "W"):
             return self.actions.get(action, ActionBytes())
         saved, most = self.saved_bytes, self.saved_bytes + self.workspace_bytes
         return ActionBytes(0 if action == "F" else saved, most, saved if action in ("F", "I") else 0)

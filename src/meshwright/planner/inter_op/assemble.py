@@ -8,7 +8,7 @@ import msgspec
 
 from meshwright.cost.optimizer import OptimizerCost
 from meshwright.cost.program import CHUNK_BYTES, ZEROING
-from meshwright.cost.work import Communicate, Compute, Piece, StageWork, StepWork, Wait, launched
+from meshwright.cost.work import ActionBytes, Communicate, Compute, Piece, StageWork, StepWork, Wait, launched
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.pipeline import Pipeline
 from meshwright.ir.plan import REDUCTION
@@ -128,6 +128,7 @@ def _joined(
         saved_bytes=saved,
         held_bytes=_held_bytes(works, facts, repeated, optimizer, first_chunk),
         workspace_bytes=max(0, workspace),
+        actions=_split_backward(parts) if accumulates and parts[0].sent_down_bytes else {},
     )
 
 
@@ -171,6 +172,24 @@ def _most_bytes(parts: Sequence[StageWork], facts: Sequence[LayerFacts], total: 
         most = max(most, min(gradients, total) + saved + part.workspace_bytes)
         saved -= part.saved_bytes
     return most
+
+
+def _split_backward(parts: Sequence[StageWork]) -> dict[str, ActionBytes]:
+    """The memory of the two parts of a split backward. Between them, a micro-batch keeps all that gradients of
+    parameters still need, and gradients that a kernel makes together with those of its inputs, as experts do. A stage
+    that sends no gradients, the first, does all of its backward in the second part."""
+    saved = live = sum(part.saved_bytes for part in parts)
+    most = late = 0
+    for part in reversed(parts):
+        memory = part.memory_of("I")
+        most = max(most, live - part.saved_bytes + memory.most_bytes)
+        live += memory.left_bytes - part.saved_bytes
+    kept = live
+    for part in reversed(parts):
+        memory = part.memory_of("W")
+        late = max(late, live - memory.taken_bytes + memory.most_bytes)
+        live -= memory.taken_bytes
+    return {"I": ActionBytes(saved, most, kept), "W": ActionBytes(kept, late, 0)}
 
 
 # --- pieces ----------------------------------------------------------------------------------------------------------
