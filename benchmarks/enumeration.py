@@ -155,7 +155,7 @@ class Uniform:
             self.as_asked(step.layout)
         while self._heap:
             bound_s, _, group, zero, kind = heapq.heappop(self._heap)
-            if bound_s >= self.best_s:
+            if bound_s >= NEAR * self.best_s:  # bounds have usual bucket sizes, and the shortest step the best
                 self._leave_out(group, zero, kind)
                 continue
             simulated = self._simulate(group, zero, RECOMPUTE[kind])
@@ -166,8 +166,9 @@ class Uniform:
 
     def best(self) -> UniformStep:
         """The fastest layout, with the best bucket sizes, and as graphs where they are faster."""
-        for step in self._freest()[:FINALISTS]:
-            if step.free_s > NEAR * self.best_s:
+        for number, step in enumerate(self._freest()):
+            last = number >= FINALISTS or step.free_s > NEAR * self.best_s
+            if last and any(asked.fits for asked in self.asked.values()):
                 break
             self.as_asked(step.layout)
         return min((step for step in self.asked.values() if step.fits), key=lambda step: step.step_s)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -26,11 +26,12 @@ from meshwright.capture.builder import capture
 from meshwright.catalog import load_cluster
 from meshwright.errors import MeshwrightError
 from meshwright.ir.graph import Graph
-from meshwright.ir.plan import Plan
+from meshwright.ir.plan import Note, Plan
 from meshwright.ir.program import Program
 from meshwright.lower import plans
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import GPT, GPTConfig, language_model_loss
+from meshwright.planner import explicit
 from meshwright.planner.explicit import Ask, plan_layout
 
 CLUSTER = load_cluster("h100-80gb-dgx-ndr400x8", 16)
@@ -60,11 +61,31 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }  # fmt: skip
 
 
+class Spaced(nn.Module):
+    """A model whose layers have names with spaces and commas."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleDict({f"layer {number}, to": nn.Linear(WIDTH, WIDTH) for number in range(LAYERS)})
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        value = self.embedding(tokens)
+        for layer in self.layers.values():
+            value = nn.functional.gelu(layer(value))
+        result: Tensor = self.head(value)
+        return result
+
+
+MODELS["spaced"] = Spaced
+
+
 @cache
 def graph_of(model: str) -> Graph:
     with torch.device("meta"):
         net, tokens = MODELS[model](), torch.zeros(BATCH, SEQUENCE, dtype=torch.int64)
-    if model == "gpt":
+    if model in ("gpt", "spaced"):
         return capture(net, language_model_loss, {"tokens": tokens, "targets": tokens}).graph
     return capture(net, lambda net, given: net(**given).loss, {"input_ids": tokens, "labels": tokens}).graph
 
@@ -93,6 +114,8 @@ def programs_of(model: str, plan: Plan, *, each: bool) -> tuple[tuple[Program, .
     ("model", "layout", "most"),
     [
         ("gpt", mw.Layout(dp=2, pp=8, microbatches=8), 3),
+        ("spaced", mw.Layout(dp=2, pp=8, microbatches=8), 5),
+        ("spaced", mw.Layout(dp=2, pp=8, microbatches=8, zero=1), 5),
         ("gpt", mw.Layout(dp=2, tp=2, pp=4, microbatches=8, schedule="interleaved", chunks=2, zero=1), 3),
         ("llama", mw.Layout(tp=2, pp=8, microbatches=8, sequence_parallel=True), 3),
         ("llama", mw.Layout(dp=2, pp=8, microbatches=4, zero=3, recompute="full"), 3),
@@ -130,3 +153,18 @@ def test_every_stage_has_the_program_that_lowering_it_makes(data: st.DataObject)
     stages = tuple(msgspec.structs.replace(stage, recompute=data.draw(blocks)) for stage in plan.stages)
     other = msgspec.structs.replace(plan, stages=stages, prefetch=data.draw(st.integers(0, 3)))
     assert programs_of(model, other, each=False)[0] == programs_of(model, other, each=True)[0]
+
+
+def test_notes_on_products_name_the_ranks_that_hold_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One plan serves the last two pipeline ranks; only the last one holds the head."""
+
+    def with_note(lower: object, plan: Plan, *others: object) -> Plan:
+        noted = (Note(module=f"head{suffix}", split="in 4 pieces", reason="") for suffix in ("", " (backward)"))
+        return msgspec.structs.replace(plan, notes=(*plan.notes, *noted)) if plan.mesh.size("tp") > 1 else plan
+
+    monkeypatch.setattr(explicit, "with_pieces", with_note)
+    layout = mw.Layout(stage_sizes=({"dp": 4}, {"tp": 4}, {"tp": 4}), pp=3, microbatches=4)
+    graph = graph_of("gpt")
+    plan = plan_layout(graph, layout, world_size=12, cluster=CLUSTER, ask=Ask(lower=PlanLowering(graph)))
+    notes = [note.module for note in plan.notes if note.split == "in 4 pieces"]
+    assert notes == ["pp rank 2: head", "pp rank 2: head (backward)"]

@@ -7,7 +7,6 @@ the same number take each other's place (:func:`renamed`). Tensors that a stage 
 routers that all later stages send to the loss, are no part of the key: they change nothing but transfers.
 """
 
-import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -18,9 +17,9 @@ from meshwright.ir.mesh import AxisGroup, sizes_of
 from meshwright.ir.plan import Bucket
 from meshwright.ir.program import Collective, Held, Node, Phase, Program, Transfer, Value
 from meshwright.ir.schedule import ActionKind
+from meshwright.lower.gradients import label_of
 from meshwright.lower.planned_graph import PlannedGraph, with_time
 
-_WORD = re.compile(r"[^\s,]+?(?=:?(?:[\s,]|$))")
 _CROSSING = (ActionKind.RECV_F, ActionKind.RECV_B, ActionKind.SEND_F, ActionKind.SEND_B)
 _WHOLE_STEP = ("constant", "buffer", "input")
 """Kinds of tensors that all stages can read, whose names stay as they are."""
@@ -41,17 +40,21 @@ class _Numbers:
 
 @dataclass(frozen=True)
 class StageKey:
-    """Everything on which the program of a stage depends. ``facts`` have numbers in place of names. ``operators`` and
-    ``tensors`` are the names, in the order of their numbers. ``values`` are the names of the values of the stage's
-    parameters in its program. ``crossing`` maps a kind of action to the tensors that it sends or receives, and
-    ``passed`` maps those that are only passed on to the names of their values."""
+    """Everything on which the program of a stage depends, among the stages of one plan. ``facts`` have numbers in place
+    of names.
+
+    ``operators`` and ``tensors`` are the names, in the order of their numbers. ``labels`` are the labels of collectives
+    on gradients and parameters, in an order that is equal for equal ``facts``. ``values`` are the names of the values
+    of the stage's parameters in its program. ``crossing`` maps a kind of action to the tensors that it sends or
+    receives, and ``passed_values`` maps the tensors that are only passed on to the names of their values."""
 
     facts: Hashable
     operators: tuple[str, ...]
     tensors: tuple[str, ...]
     values: tuple[str, ...]
     crossing: Mapping[ActionKind, tuple[str, ...]]
-    passed: Mapping[str, str]
+    passed_values: Mapping[str, str]
+    labels: tuple[str, ...]
 
 
 def stage_key(
@@ -101,17 +104,18 @@ def stage_key(
             *((each.holds(name), each.whole_block(name)) for each in recomputed if each.names),
         )  # fmt: skip
 
-    def of_buckets(buckets: Sequence[Bucket]) -> Hashable:
-        own = [each for each in buckets if each.axis in groups and not members.isdisjoint(each.parameters)]
-        return tuple(map(of_bucket, own))
+    buckets, gathers = (
+        [each for each in every if each.axis in groups and not members.isdisjoint(each.parameters)]
+        for every in (plan.buckets, plan.gathers)
+    )
 
     facts = [
         tuple(groups.items()), tuple(map(frozenset, symmetric)), tuple(plan.links_of(stage).items()),
-        tuple((each.plan.prefetch, each.plan.graphs, bool(each.plan.stages[stage].recompute)) for each in planned),
+        tuple(bool(each.plan.stages[stage].recompute) for each in planned),
         tuple(map(of_operator, calls)),
         tuple(tuple(at_border(name) for name in names if name not in only_passed) for names in crossing.values()),
         tuple((tensors(name), tensors.each(names)) for name, names in terms.items()),
-        of_buckets(plan.buckets), of_buckets(plan.gathers),
+        tuple(map(of_bucket, buckets)), tuple(map(of_bucket, gathers)),
         tuple(
             (
                 tensors(name), tuple(plan.storage(name).items()), name in released, name in own.released,
@@ -127,6 +131,7 @@ def stage_key(
             tensor.kind, tensor.shape, tensor.dtype, tensors(storage.name), storage.kind, first.readers[storage.name],
             tensor.name if fixed else "",
         ))  # fmt: skip
+    of_buckets = [text for each in (*buckets, *gathers) for text in (each.label, each.reduction)]
     places = {name: f"value_{index}" for index, name in enumerate(graph.parameters)}
     return StageKey(
         facts=tuple(facts),
@@ -134,7 +139,8 @@ def stage_key(
         tensors=tuple(tensors.of),
         values=tuple(places[name] for name in held),
         crossing=crossing,
-        passed={name: f"passed_{index}" if index else "passed" for index, name in enumerate(received)},
+        passed_values={name: f"passed_{index}" if index else "passed" for index, name in enumerate(received)},
+        labels=(*of_buckets, *map(label_of, held)),
     )
 
 
@@ -142,12 +148,14 @@ def renamed(
     program: Program, key: StageKey, other: StageKey, stage: int, planned: PlannedGraph, groups: Mapping[str, AxisGroup]
 ) -> Program:
     """The program of ``stage``, whose key is ``other``, made from the program of a stage with the equal ``key``.
-    ``planned`` is the plan of the program, and ``groups`` are this rank's groups in the stage."""
+    ``planned`` is the graph with the plan of the program, or with a plan that differs only in recomputation,
+    prefetching and graphs. ``groups`` are this rank's groups in the stage."""
     operators = dict(zip(key.operators, other.operators, strict=True))
     tensors = dict(zip(key.tensors, other.tensors, strict=True))
-    renaming = _Renaming(operators, tensors, dict(zip(key.values, other.values, strict=True)))
+    labels = operators | tensors | dict(zip(key.labels, other.labels, strict=True))
+    renaming = _Renaming(operators, tensors, dict(zip(key.values, other.values, strict=True)), labels)
     groups = with_time(groups, planned.plan.microbatches)
-    passed = {name: planned.transfer(name, value, groups) for name, value in other.passed.items()}
+    passed = {name: planned.transfer(name, value, groups) for name, value in other.passed_values.items()}
     transfers = {}
     for action, names in other.crossing.items():
         read = {each.tensor: each for each in map(renaming.transfer, program.crossing(action)) if each is not None}
@@ -157,14 +165,12 @@ def renamed(
 
 @dataclass
 class _Renaming:
-    """Maps names of operators, of tensors, and of the values of parameters to other names."""
+    """Maps names of operators, of tensors, of the values of parameters, and labels of collectives to other names."""
 
     operators: dict[str, str]
     tensors: dict[str, str]
     values: dict[str, str]
-
-    def __post_init__(self) -> None:
-        self._words = self.operators | self.tensors
+    labels: dict[str, str]
 
     def transfer(self, transfer: Transfer) -> Transfer | None:
         """None if the tensor is only passed on."""
@@ -197,7 +203,7 @@ class _Renaming:
     def _phase(self, phase: Phase) -> Phase:
         return Phase(
             phase.name, tuple(map(self._value, phase.inputs)), tuple(map(self._node, phase.nodes)),
-            self._names(phase.outputs), tuple(map(self._text, phase.moving)),
+            self._names(phase.outputs), tuple(map(self._reason, phase.moving)),
         )  # fmt: skip
 
     def _node(self, node: Node) -> Node:
@@ -226,7 +232,8 @@ class _Renaming:
         return Held(name, value, held.bytes)
 
     def _collective(self, collective: Collective) -> Collective:
-        return msgspec.structs.replace(collective, label=self._text(collective.label))
+        return msgspec.structs.replace(collective, label=self.labels.get(collective.label, collective.label))
 
-    def _text(self, text: str) -> str:
-        return _WORD.sub(lambda word: self._words.get(word[0], word[0]), text)
+    def _reason(self, reason: str) -> str:
+        operator, colon, text = reason.partition(": ")
+        return f"{self.operators.get(operator, operator)}{colon}{text}"

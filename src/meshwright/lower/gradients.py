@@ -33,6 +33,11 @@ class _Total:
     shape: tuple[int, ...]
 
 
+def label_of(parameter: str) -> str:
+    """The label of the reduction of a parameter's gradient alone."""
+    return f"gradient of {parameter}"
+
+
 class Gradients:
     """Emits the accumulation and reduction of gradients. After :meth:`finish`, ``results`` maps a parameter to the node
     of its gradient. ``accumulators`` and ``buckets`` are the memory in which gradients accumulate. ``apart`` names the
@@ -183,7 +188,7 @@ class Gradients:
         if placements != want:
             with self._to.during(REDUCE):
                 shape = self._to.ir.tensors[total.parameter].shape
-                node = self._to.reshard(node, shape, placements, want, f"gradient of {total.parameter}")
+                node = self._to.reshard(node, shape, placements, want, label_of(total.parameter))
         self.results[total.parameter] = node
         self.apart.add(total.parameter)
 

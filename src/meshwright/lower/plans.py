@@ -26,8 +26,8 @@ from meshwright.ops.base import OperatorRule, Target
 from meshwright.torch_private import DisableTorchFunction
 
 MOST_KEPT = 6
-"""The number of plans whose programs are kept."""
-_SETTINGS_AT = {str(target).replace("::", "."): at for target, at in SETTINGS_AT.items()}
+"""The number of plans whose programs are kept. A choice of how many buckets to gather ahead needs five."""
+_SETTINGS_AT = {str(target): at for target, at in SETTINGS_AT.items()}
 
 
 class PlanLowering:
@@ -49,8 +49,8 @@ class PlanLowering:
         If parts have different sizes, rank 0 has the largest part."""
         # A search needs the memory and the time of the same plan.
         asked = _lowered_part(plan), rank
-        for *known, programs in self._recent:
-            if asked == tuple(known):
+        for recent, recent_rank, programs in self._recent:
+            if (recent, recent_rank) == asked:
                 return programs
         (programs,) = self._programs([plan], rank, None)
         self._recent.append((*asked, programs))

@@ -35,7 +35,7 @@ def look_ahead(lower: Lower, plan: Plan, cluster: Cluster, optimizer: OptimizerC
     if cluster.device.kind == "cpu":
         return plan
     choice = _Choice(lower, cluster, optimizer, memory_bytes)
-    return choice.with_graphs(choice.with_depth(plan))
+    return choice.with_graphs(*choice.with_depth(plan))
 
 
 def follow_ahead(plan: Plan, base: Plan, *, trains: bool) -> Plan:
@@ -46,12 +46,12 @@ def follow_ahead(plan: Plan, base: Plan, *, trains: bool) -> Plan:
 class _Choice:
     def __init__(self, lower: Lower, cluster: Cluster, optimizer: OptimizerCost, memory_bytes: float) -> None:
         self.lower, self.cluster, self.optimizer, self.memory_bytes = lower, cluster, optimizer, memory_bytes
-        self.chosen: Foretold | None = None
 
-    def with_depth(self, plan: Plan) -> Plan:
-        """The plan with the number of buckets ahead that makes the step fastest."""
+    def with_depth(self, plan: Plan) -> tuple[Plan, Foretold | None]:
+        """The plan with the number of buckets ahead that makes the step fastest, and its simulated step, if there was
+        a choice."""
         if len(plan.gathers) < 2:
-            return plan
+            return plan, None
         depths = [depth for depth in DEPTHS if depth <= max(USUAL, len(plan.gathers))]
         plans = {depth: msgspec.structs.replace(plan, prefetch=depth) for depth in depths}
         foretold = {
@@ -63,14 +63,14 @@ class _Choice:
         best_s = min(fitting.values())
         alike = [depth for depth, step_s in fitting.items() if step_s <= (1 + ALIKE) * best_s]
         depth = min(alike, key=lambda depth: (abs(depth - USUAL), depth))
-        self.chosen = foretold[depth]
-        return with_notes(plans[depth], [_depth_note(depth, foretold)])
+        return with_notes(plans[depth], [_depth_note(depth, foretold)]), foretold[depth]
 
-    def with_graphs(self, plan: Plan) -> Plan:
-        """The plan with graphs, if they are possible and worth their memory."""
+    def with_graphs(self, plan: Plan, without: Foretold | None) -> Plan:
+        """The plan with graphs, if they are possible and worth their memory. ``without`` is its simulated step, if it
+        is known."""
         if not self.cluster.software.graphs:
             return plan
-        without = self.chosen or self._foretold(plan, self.lower(plan))
+        without = without or self._foretold(plan, self.lower(plan))
         if without.host_share < WORTH:
             return plan
         other = msgspec.structs.replace(plan, graphs=True)

@@ -1,7 +1,7 @@
 """Join the plans of the stages of a layout whose stages differ."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -17,12 +17,12 @@ from meshwright.ir.stages import Cut, cut
 @dataclass
 class AlikeRanks:
     """Pipeline ranks that one plan serves: the layout in which all stages have their sizes, their part of the cluster,
-    and the plan that theirs is adapted from."""
+    and the plan that theirs is adapted from. ``indices`` are the ranks. Groups are equal if one plan serves both."""
 
     layout: Layout
     cluster: Cluster | None
     base: Plan | None
-    indices: list[int] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list, compare=False)
 
 
 def alike_ranks(layout: Layout, cluster: Cluster | None, base: Plan | None) -> list[AlikeRanks]:
@@ -32,7 +32,7 @@ def alike_ranks(layout: Layout, cluster: Cluster | None, base: Plan | None) -> l
         part = stage_cluster(cluster, layout.mesh(), index) if cluster is not None else None
         own = base and msgspec.structs.replace(base, algorithms=base.algorithms_of(index), links=base.links_of(index))
         given = AlikeRanks(layout.of_stage(index), part, own)
-        group = next((each for each in groups if replace(each, indices=[]) == given), None)
+        group = next((each for each in groups if each == given), None)
         if group is None:
             groups.append(group := given)
         group.indices.append(index)
@@ -79,7 +79,8 @@ def _notes(graph: Graph, divided: Cut, plans: Sequence[Plan], places: Pipeline) 
     notes: dict[Note, None] = {}
     for index, plan in enumerate(plans):
         for note in plan.notes:
-            if note.module in all_modules and note.module not in modules[index]:
+            module = note.module.removesuffix(" (backward)")
+            if module in all_modules and module not in modules[index]:
                 continue
             if not all(note in other.notes for other in plans):
                 note = msgspec.structs.replace(note, module=f"pp rank {index}: {note.module}")
