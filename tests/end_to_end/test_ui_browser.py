@@ -91,6 +91,10 @@ def browser() -> Iterator[Browser]:
         opened.close()
 
 
+MOST_WAITS = 300
+"""The number of tenths of a second in which a page must be as it should be after an action."""
+
+
 class User:
     """A person at a page, and what went wrong there: errors of scripts, requests to other hosts, dialogs."""
 
@@ -123,11 +127,17 @@ class User:
         self.page.wait_for_selector("#answer[data-shown]:not([aria-busy])")
 
     def does(self, what: str, act: Callable[[], object], then: Callable[[], bool]) -> None:
-        """An action, and that the page then is as it should be."""
+        """An action, and that the page then is as it should be, once a link that was clicked has opened."""
         act()
         if self.page.locator("#answer").count():
             self.waits()
-        assert then(), f"action {self.actions + 1}: {what}: {self.page.locator('[role=status]').all_inner_texts()}"
+        for _ in range(MOST_WAITS):
+            if then():
+                break
+            self.page.wait_for_timeout(100)
+        else:
+            shown = self.page.locator("[role=status]").all_inner_texts()
+            raise AssertionError(f"action {self.actions + 1}: {what}: {shown}")
         self.actions += 1
 
     def presses(self, selector: str, key: str, then: Callable[[], bool]) -> None:
