@@ -33,10 +33,11 @@ from meshwright.planner.inter_op.piece_codecs import is_reduction
 from meshwright.schedules.pipeline import least_microbatches
 
 FINALISTS, NEAR = 48, 1.08
-"""At most ``FINALISTS`` layouts are planned again with the best bucket sizes and as graphs: those that would take at
-most ``NEAR`` times as long as the fastest of these, if no device waited for its host."""
+"""At most ``FINALISTS`` layouts are planned again, with the best bucket sizes, and as graphs where graphs are faster.
+They are the layouts whose steps, without waits for the host, take at most ``NEAR`` times as long as the shortest step
+so far."""
 FIRST_ASKED = 6
-"""The layouts that are planned so before layouts with ZeRO and recomputation are simulated."""
+"""The number of layouts that are planned again early, before layouts with ZeRO and recomputation are simulated."""
 CONTROLS = 6
 """Layouts that were left out, and are simulated all the same, to test that they may be left out."""
 

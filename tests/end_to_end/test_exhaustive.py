@@ -75,7 +75,7 @@ def test_uniform_layouts_that_are_left_out_are_not_faster() -> None:
         uniform = Uniform(graph, msgspec.structs.replace(cluster, device=device, software=exact))
         uniform.run()
         assert uniform.counts.total() == len(steps)
-        assert uniform.counts["left out"] > len(steps) / 10
+        assert uniform.counts["left out"] > len(steps) * (1 / 10 if limit < peaks[-1] else 2 / 3)
         best_s = min(step.played.step_s for _, step in steps if step.fits(limit))
         assert uniform.best().step_s == pytest.approx(best_s)
         lighter = [step.layout for step in uniform.steps if step.layout.zero or step.layout.recompute != "none"]

@@ -67,7 +67,7 @@ class PlannedGraph:
         return {operator.name: operator.module for operator in self.graph.operators}
 
     def strategy(self, operator: Operator, sizes: Mapping[str, int]) -> Strategy:
-        """An operator's strategy on the axes in ``sizes``: those that have more than one rank."""
+        """An operator's strategy, without the axes of one rank. ``sizes`` has all other axes."""
         return {axis: choice for axis, choice in self.strategies[operator.name].items() if axis in sizes}
 
     def border(self, name: str, sizes: dict[str, int]) -> Placements:
