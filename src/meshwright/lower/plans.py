@@ -152,7 +152,7 @@ def _without_number(operator: Operator) -> str:
     """The arguments of an operator, without the number of a call of attention. Only random numbers depend on it."""
     if operator.target not in _SETTINGS_AT:
         return operator.arguments
-    number = _SETTINGS_AT[operator.target] + 4
+    number = _SETTINGS_AT[operator.target] + 4  # after dropout, causal, scale and the random key
     arguments = operator.arguments.split(", ")
     return ", ".join((*arguments[:number], *arguments[number + 1 :]))
 
