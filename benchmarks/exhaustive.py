@@ -2,11 +2,11 @@
 
 Run as part of ``make bench-planning``; nothing is timed. The search estimates layouts from priced layers, cuts by
 dynamic programming, and leaves out what bounds exclude. Here nothing is left out: layouts x cuts into stages x
-submeshes x recomputation of each stage x ZeRO stages. These plans are simulated with the prices of layers, and the
-fastest of them are lowered and simulated as whole models, like the finalists of the search. Strategies of operators are
-those of the integer program, which ``tests/pure/test_intra_op.py`` compares with brute force. Three quarters of the
-clusters with two boxes have unlike boxes. ``tests/end_to_end/test_exhaustive.py`` asserts the same of a few. It takes
-about 20 minutes of one core. The exit code is 1 if a target is missed.
+submeshes x recomputation of each stage x ZeRO stages, of two stages each with its own. These plans are simulated with
+the prices of layers, and the fastest of them are lowered and simulated as whole models, like the finalists of the
+search. Strategies of operators are those of the integer program, which ``tests/pure/test_intra_op.py`` compares with
+brute force. Three quarters of the clusters with two boxes have unlike boxes. ``tests/end_to_end/test_exhaustive.py``
+asserts the same of a few. It takes about 20 minutes of one core. The exit code is 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from meshwright.models import classification_loss
 from meshwright.planner.candidates import axes_of, runs, shapes, variations
 from meshwright.planner.foretell import Foretold
 from meshwright.planner.inter_op.assemble import assemble
-from meshwright.planner.inter_op.option import REFUSALS, Option
+from meshwright.planner.inter_op.option import REFUSALS, Option, with_zeros
 from meshwright.planner.inter_op.pipelines import ALIKE
 from meshwright.planner.inter_op.rounds import simulated_s
 from meshwright.planner.inter_op.stage_homes import StageHomes, with_transfers
@@ -142,7 +142,7 @@ def every_layout(graph: Graph, num_devices: int, most_tp: float) -> Iterator[Lay
     space = graph.batch_size, num_devices, axes_of(graph), most_tp
     for shape in (*shapes(*space), *variations(*space)):
         for run in runs(shape, graph.batch_size):
-            yield from _with_zero(run, run.dp)
+            yield from _with_zero(run, [run.dp] * run.pipeline.num_stages)
     own = [(dp, tp) for dp in range(1, num_devices) for tp in range(1, num_devices // dp + 1) if tp <= most_tp]
     for pp in range(2, num_devices):
         for sizes in itertools.product(own, repeat=pp):
@@ -153,11 +153,17 @@ def every_layout(graph: Graph, num_devices: int, most_tp: float) -> Iterator[Lay
                     unequal = tuple({"dp": dp, "tp": tp} for dp, tp in sizes)
                     for schedule in ("1f1b", "gpipe") if run.schedule == "1f1b" else (run.schedule,):
                         other = msgspec.structs.replace(run, stage_sizes=unequal, schedule=schedule)
-                        yield from _with_zero(other, max(sizes)[0])
+                        yield from _with_zero(other, [dp for dp, _ in sizes])
 
 
-def _with_zero(layout: Layout, most_dp: int) -> Iterator[Layout]:
-    for zero in ZERO_STAGES if most_dp > 1 else (0,):
+def _with_zero(layout: Layout, dps: Sequence[int]) -> Iterator[Layout]:
+    """The layout with all ZeRO stages. Two stages may have different ones; ``dps`` has the dp of each stage."""
+    shared = sum(dp > 1 for dp in dps)
+    if len(dps) == shared == 2:
+        for zeros in itertools.product(ZERO_STAGES, repeat=2):
+            yield with_zeros(layout, zeros)
+        return
+    for zero in ZERO_STAGES if shared else (0,):
         yield msgspec.structs.replace(layout, zero=zero)
 
 
@@ -210,8 +216,7 @@ class EveryPlan:
 
     def _works(self, layout: Layout, kind: Recompute) -> list[LayerWorks]:
         """The work of all layers, on the devices of each stage."""
-        stages = range(layout.pp * layout.chunks)
-        return [self.homes.works(layout, layout.pipeline.rank_of(stage), kind) for stage in stages]
+        return [self.homes.works(layout, stage, kind) for stage in range(layout.pp * layout.chunks)]
 
     def _stages(self, cut: Sequence[int]) -> list[range]:
         borders = [0, *cut, len(self.chain.layers)]

@@ -1,11 +1,12 @@
-"""Stages with different numbers of ranks: training equals one process, and so do its saved states."""
+"""Stages with different numbers of ranks, or with ZeRO stages of their own: training equals one process, and so do its
+saved states."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -17,6 +18,7 @@ from meshwright.errors import LayoutError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.files import decode, encode_json
 from meshwright.ir.level import Level, LevelMembers
+from meshwright.ir.placement import Flat
 from meshwright.models import GPT, GPTConfig, language_model_loss
 from tests.distributed import oracle
 from tests.distributed.oracle import LargestErrors, Subject
@@ -56,6 +58,7 @@ CASES: list[tuple[str, tuple[dict[str, int], ...], dict[str, Any]]] = [
     ("T5", ({"dp": 2}, ONE, {"tp": 1}), {"microbatches": 2}),
     ("ResNet", (ONE, {"dp": 2}), {}),
     ("GPT", (ONE, {"dp": 2}), {"microbatches": 2, "schedule": "interleaved", "chunks": 2}),
+    ("GPT", ({"dp": 2}, {"tp": 1}, {"dp": 2}), {"microbatches": 2, "zero": 3, "stage_zero": (1, 0, 3)}),
 ]
 MORE: list[tuple[str, tuple[dict[str, int], ...], dict[str, Any]]] = [
     ("GPT", ({"tp": 1}, {"dp": 3}), {"microbatches": 2}),
@@ -102,6 +105,37 @@ def test_unequal_stages_train_as_one_process(
     for errors in ranks(layout.num_ranks, train, name, layout):
         assert errors.error <= oracle.TOLERANCE, errors
         assert errors.moved > 1e-3, "the parameters were trained"
+
+
+@pytest.mark.parametrize(
+    ("name", "zeros", "options"),
+    [
+        ("GPT", (3, 0), {}),  # the embedding is the weight of the last product, too
+        ("GPT of many words", (0, 2), {"schedule": "zb-h1", "recompute": "full"}),
+        ("T5", (1, 3), {"offload": "optimizer"}),
+        ("GPT", (3, 0, 1, 2), {"schedule": "interleaved", "chunks": 2}),
+    ],
+    ids=str,
+)
+def test_stages_with_zero_stages_of_their_own_train_as_one_process(
+    ranks: Ranks, name: str, zeros: tuple[Literal[0, 1, 2, 3], ...], options: dict[str, Any]
+) -> None:
+    layout = mw.Layout(pp=2, dp=2, microbatches=2, zero=3 if 3 in zeros else 2, stage_zero=zeros, **options)
+    for errors in ranks(4, train, name, layout):
+        assert errors.error <= oracle.TOLERANCE, errors
+        assert errors.moved > 1e-3, "the parameters were trained"
+
+
+def test_a_stage_stores_parameters_by_its_own_zero_stage() -> None:
+    """Parameters of several stages are divided if any of the stages divides them."""
+    subject = subject_of("GPT")
+    graph = mw.capture(subject.model, subject.loss_fn, subject.batches[0])
+    layout = mw.Layout(pp=2, dp=2, microbatches=2, zero=3, stage_zero=(3, 0))
+    first, last = mw.plan(graph, devices=4, layout=layout).stages
+    shared = first.storage.keys() & last.storage.keys()
+    assert len(shared) == 1
+    assert {*first.released} == {*first.storage} == {*first.gradients}
+    assert all((Flat() in last.storage[name].values()) == (name in shared) for name in last.storage)
 
 
 def test_two_two_and_four_ranks_are_said_and_trained(ranks: Ranks) -> None:

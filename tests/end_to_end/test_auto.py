@@ -156,6 +156,41 @@ def test_ranks_share_by_zero_where_memory_demands_it(microbatches: int) -> None:
     assert shared
 
 
+def test_stages_have_as_much_zero_as_their_memory_needs() -> None:
+    """Of two stages, the first keeps the activations of more micro-batches, and needs more ZeRO than the second."""
+    config = GPTConfig(layers=6, width=256, heads=4, vocabulary=8192, sequence_length=64, tied_head=False)
+    with torch.device("meta"):
+        tokens = torch.zeros(16, config.sequence_length, dtype=torch.int64)
+        graph = mw.capture(GPT(config), language_model_loss, {"tokens": tokens, "targets": tokens})
+    layout = mw.Layout(dp=2, pp=2, microbatches=4)
+
+    def search(limit: float) -> layout_search.Search:
+        clock = TimeLimit(None, lambda what: None)
+        return layout_search.Search(graph, 4, FOUR, PlanLowering, ADAMW, False, limit, "both", False, clock)
+
+    limit = search(math.inf).pipelines.option(msgspec.structs.replace(layout, zero=3), ("none",)).peak_bytes
+    limited = search(limit)
+    lighter, pipelines = limited.lighter, limited.pipelines
+    sketches = lighter.first_sketches(pipelines.option(layout, RECOMPUTE[:1]))
+    while (more := lighter.next_sketch(sketches[-1])) is not None:
+        sketches.append(more)
+    sketches = [sketch for sketch in map(lighter.idealized, sketches) if lighter.may_fit(sketch)]
+    best = lighter.best([lighter.priced(sketch) for sketch in sketches])
+    alike = lighter.best([
+        pipelines.option(sketch.layout, RECOMPUTE[:number]) for sketch in sketches for number in (1, 2, 3)
+    ])  # fmt: skip
+    assert best.layout.stage_zero == (3, 1)
+    assert not alike.layout.stage_zero
+    assert best.step_s < 0.95 * alike.step_s
+    plan, foretold = limited.model.planned(best, explains=False)
+    assert foretold.peak.peak_bytes <= limit
+    assert foretold.played.step_s == pytest.approx(best.step_s, rel=0.01)
+    assert plan.notes[0].split == "ZeRO 3, 1"
+    first, second = plan.stages
+    assert first.released
+    assert not second.released
+
+
 @pytest.mark.parametrize(("optimizer", "zero"), [(SLOW, 1), (BETWEEN, 1), (ADAMW, 0), (cost.SGD, 0), (UNKNOWN, 0)])
 def test_ranks_share_by_zero_where_the_update_takes_long(optimizer: OptimizerCost, zero: int) -> None:
     """Wide layers: AdamW in many passes on every rank takes longer than the gathers of updated parameters; its fused

@@ -31,6 +31,7 @@ from meshwright.ir.program import Program
 from meshwright.ir.stages import cut
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import GPT, GPTConfig, ResNet, WideResNet, classification_loss, language_model_loss
+from meshwright.planner.ahead import with_graphs
 from meshwright.planner.candidates import Axes, runs, shapes
 from meshwright.planner.explicit import Ask, plan_layout
 from meshwright.planner.foretell import foretell
@@ -38,6 +39,7 @@ from meshwright.planner.inter_op import layer_work, rounds, works
 from meshwright.planner.inter_op.assemble import assemble
 from meshwright.planner.inter_op.chain import Chain, chain_of
 from meshwright.planner.inter_op.layer_work import LayerPrices
+from meshwright.planner.inter_op.option import stage_layout
 from meshwright.planner.inter_op.pipelines import Pipelines
 from meshwright.planner.inter_op.shorten import shorten
 from meshwright.planner.lighter import lighter_bound_s
@@ -156,6 +158,7 @@ LAYOUTS = (
     mw.Layout(dp=4, tp=2, sequence_parallel=True),
     mw.Layout(dp=8, zero=2),
     mw.Layout(dp=8, zero=1, microbatches=2),
+    mw.Layout(dp=2, pp=4, microbatches=4, zero=1, stage_zero=(1, 0, 0, 1)),
 )
 
 
@@ -218,14 +221,16 @@ def test_assembled_stages_cost_what_the_program_of_the_model_costs(
     name: str, layout: mw.Layout, cluster: mw.Cluster
 ) -> None:
     """What is left are views between layers, and under ZeRO whole gradients before they are reduced."""
+    cluster = cluster.without_graphs()
     graph, lower = subject(name)
     chain, lower_layers = layers_of(name, cluster.name)
     prices = LayerPrices(chain, cluster, lower_layers, ADAMW, False, RANKS)
-    priced, stages = prices.of(layout), layout.pp * layout.chunks
+    stages = layout.pp * layout.chunks
+    priced = [prices.of(stage_layout(layout, stage, layout.recompute)) for stage in range(stages)]
     count = len(chain.layers)
     ranges = [range(number * count // stages, (number + 1) * count // stages) for number in range(stages)]
     accumulates = layout.microbatches > 1
-    assembled = assemble([priced] * stages, chain.priced(ranges), layout.pipeline, ADAMW, accumulates=accumulates)
+    assembled = assemble(priced, chain.priced(ranges), layout.pipeline, ADAMW, accumulates=accumulates)
 
     ask = Ask(explains=False, lower=lower, fits_buckets=False, firsts=chain.firsts_of(ranges))
     plan = plan_layout(graph, layout, world_size=RANKS, cluster=cluster, ask=ask)
@@ -242,6 +247,44 @@ def test_assembled_stages_cost_what_the_program_of_the_model_costs(
         assert played[1] == pytest.approx(played[0], rel=2 * rel)
     peaks = [max(rank.peak_bytes for rank in peak_memory(work, schedule)) for work in (real, assembled)]
     assert peaks[1] == pytest.approx(peaks[0], rel=max(0.1 if layout.zero else 0.0, PEAKS[name]))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        mw.Layout(dp=2, pp=4, microbatches=4),
+        mw.Layout(tp=2, pp=2, dp=2, microbatches=4, schedule="zb-h1"),
+        mw.Layout(dp=8, zero=2),
+    ],
+    ids=label,
+)
+def test_estimates_know_that_phases_are_launched_as_graphs(layout: mw.Layout) -> None:
+    """Without graphs, a GPU waits for its host, and the steps of this GPT take much longer."""
+    graph, lower = subject("own head")
+    chain, lower_layers = layers_of("own head", GPU.name)
+    option = Pipelines(LayerPrices(chain, GPU, lower_layers, ADAMW, False, RANKS), float("inf")).option(
+        layout, ("none",)
+    )
+    ask = Ask(explains=False, lower=lower, fits_buckets=False, firsts=option.firsts)
+    plan = with_graphs(
+        lower, plan_layout(graph, layout, world_size=RANKS, cluster=GPU, ask=ask), GPU, ADAMW, float("inf")
+    )
+    assert plan.graphs
+    expected, slow = (
+        foretell(lower, msgspec.structs.replace(plan, graphs=graphs), GPU).played.step_s for graphs in (True, False)
+    )
+    assert rounds.simulated_s(layout, option.work, GPU) == pytest.approx(expected, rel=0.1)
+    assert slow > 1.3 * expected
+
+
+def test_estimates_of_experts_count_launches() -> None:
+    """Groups of tokens have sizes that vary, so that no graph can hold a mixture."""
+    layout, chain = mw.Layout(dp=8), chain_of(experts(), GPU, RANKS)
+    lower = PlanLowering(chain.graph)
+    with_host, other = (
+        LayerPrices(chain, cluster, lower, ADAMW, False, RANKS).of(layout) for cluster in (GPU, GPU.without_graphs())
+    )
+    assert with_host.works == other.works
 
 
 @cache

@@ -11,8 +11,9 @@ from meshwright.ir.layout import Layout
 from meshwright.ir.layout_text import layout_text
 
 
-def test_the_text_says_that_parameters_differ_in_their_zero_stage() -> None:
+def test_the_text_says_that_parameters_or_stages_differ_in_their_zero_stage() -> None:
     assert layout_text(Layout(dp=2, zero=-1)) == "dp2, zero by parameter"
+    assert layout_text(Layout(dp=2, pp=2, zero=3, stage_zero=(3, 0))) == "dp2 x pp2, zero3/0, 1f1b"
 
 
 @pytest.mark.parametrize(
@@ -30,6 +31,14 @@ def test_the_text_says_that_parameters_differ_in_their_zero_stage() -> None:
         ),
         ({"dp": 2, "stage_sizes": ({"dp": 2},)}, "layout: stage_sizes: stage_sizes with pp=1\n  -> give pp of"),
         ({"dp": 2, "zero": 4}, "layout: zero is 4\n  -> use -1 or 0 or 1 or 2 or 3"),
+        (
+            {"dp": 2, "pp": 2, "zero": 3, "stage_zero": (3, 1, 0)},
+            "layout: stage_zero: 3 ZeRO stages for 2 pipeline stages\n  -> give a ZeRO stage for every pipeline stage",
+        ),
+        (
+            {"dp": 2, "pp": 2, "zero": 1, "stage_zero": (3, 1)},
+            "layout: stage_zero: (3, 1) with zero=1\n  -> give zero=3",
+        ),
         ({"zero": -1}, "layout: zero=-1 with dp=1: there is no rank to share with"),
         (
             {"dp": 2, "tp": 2, "sequence_parallel": True, "zero": -1},

@@ -70,6 +70,9 @@ class Wait(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="wait"):
 
 Piece = Compute | Communicate | Wait
 
+_OF_MICROBATCHES = frozenset({"F", "B", "I", "W"})
+"""The kinds of actions that run in each micro-batch."""
+
 
 def launched(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
     """The pieces of one action, with waits added where the host launches kernels more slowly than the device runs them.
@@ -88,24 +91,23 @@ def _waiting(piece: Compute, wait_s: float) -> Compute:
 
 
 def without_launches(work: "StepWork") -> "StepWork":
-    """The same work if no device ever waits for its host. A step whose phases are launched as graphs takes about as
-    long."""
-
-    def freed(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
-        return tuple(
-            msgspec.structs.replace(piece, seconds=piece.device_s, launch_s=0.0, host_s=0.0)
-            if isinstance(piece, Compute) else piece
-            for piece in pieces
-        )  # fmt: skip
-
+    """The same work if no device ever waits for its host."""
     stages = (
         msgspec.structs.replace(
-            stage, pieces={kind: freed(pieces) for kind, pieces in stage.pieces.items()}, before=freed(stage.before),
-            after=freed(stage.after),
+            stage, pieces={kind: _freed(pieces) for kind, pieces in stage.pieces.items()}, before=_freed(stage.before),
+            after=_freed(stage.after),
         )
         for stage in work.stages
     )  # fmt: skip
     return msgspec.structs.replace(work, stages=tuple(stages))
+
+
+def _freed(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+    return tuple(
+        msgspec.structs.replace(piece, seconds=piece.device_s, launch_s=0.0, host_s=0.0)
+        if isinstance(piece, Compute) else piece
+        for piece in pieces
+    )  # fmt: skip
 
 
 class ActionBytes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -151,10 +153,17 @@ class StageWork(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     def memory_of(self, action: str) -> ActionBytes:
         """The memory of a kind of action."""
-        if action in self.actions or self.slot_bytes or action not in ("F", "B", "I", "W"):
+        if action in self.actions or self.slot_bytes or action not in _OF_MICROBATCHES:
             return self.actions.get(action, ActionBytes())
         saved, most = self.saved_bytes, self.saved_bytes + self.workspace_bytes
         return ActionBytes(0 if action == "F" else saved, most, saved if action in ("F", "I") else 0)
+
+
+def as_graphs(stage: StageWork) -> StageWork:
+    """The work of a stage whose phases are launched as graphs: the kernels of micro-batches do not wait for the host,
+    which launches each phase at once."""
+    pieces = {kind: _freed(each) if kind in _OF_MICROBATCHES else each for kind, each in stage.pieces.items()}
+    return msgspec.structs.replace(stage, pieces=pieces)
 
 
 class StepWork(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -61,6 +61,9 @@ class Narrowing:
             sizes = getattr(layout, name)
             if max(sizes, default=1) > 1:
                 self._fold(name, sizes, divides_parameters=False)
+        if layout.stage_zero:
+            nearest = f"zero={layout.zero} in all stages"
+            self.replace(f"ZeRO stages {'/'.join(map(str, layout.stage_zero))}", nearest, stage_zero=())
         if layout.stage_sizes:
             self._level_stages()
         if layout.workspace_bytes:

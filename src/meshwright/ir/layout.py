@@ -62,6 +62,8 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     zero_ranks: int = 0
     """The number of neighbouring dp ranks that together hold one copy of the state that ZeRO divides; 0: all dp
     ranks."""
+    stage_zero: tuple[ZeroStage, ...] = ()
+    """The ZeRO stage of each pipeline stage, if they differ: ``(3, 1, 0, 0)``. ``zero`` must be the largest of them."""
     offload: Literal["none", "optimizer"] = "none"
     """``optimizer``: ranks keep optimizer state in host memory between uses. If the planner searches, ``optimizer`` is
     only a permission: the planner uses host memory where device memory is too small."""
@@ -264,7 +266,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         if self.ep < 1 or dp % self.ep:
             remedy = "experts lie over ranks that divide the batch: give a divisor of dp"
             yield "layout", f"ep={self.ep} does not divide dp={dp}", remedy
-        yield from self._unfit_zero(dp)
+        yield from self._unfit_zero(dp, sizes["pp"] * self.chunks)
         yield from self._unfit_workspace()
         if self.context == "ring" and sizes["cp"] == 1:
             yield "layout", "context='ring' with cp=1", "give cp of 2 or more: it is the ring"
@@ -291,7 +293,12 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         if self.workspace_over == "network" and not self.workspace_bytes:
             yield "layout", "workspace_over='network' without a limit", "give workspace_bytes"
 
-    def _unfit_zero(self, dp: int) -> Iterator[Problem]:
+    def _unfit_zero(self, dp: int, num_stages: int) -> Iterator[Problem]:
+        if self.stage_zero and len(self.stage_zero) != num_stages:
+            problem = f"{len(self.stage_zero)} ZeRO stages for {num_stages} pipeline stages"
+            yield "layout: stage_zero", problem, "give a ZeRO stage for every pipeline stage, or only zero"
+        if self.stage_zero and self.zero != max(self.stage_zero):
+            yield "layout: stage_zero", f"{self.stage_zero} with zero={self.zero}", f"give zero={max(self.stage_zero)}"
         if self.zero_ranks and not self.zero:
             yield "layout", f"zero_ranks={self.zero_ranks} with zero=0", "give zero 1, 2 or 3"
         if not self.zero or self.depth > 1:
@@ -338,6 +345,10 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             if size not in (1, -1, *own):
                 sizes = " and ".join(map(str, own))
                 yield "layout", f"{name}={size}, but stage_sizes give {sizes}", f"leave out {name}, or stage_sizes"
+
+    def zero_of(self, stage: int) -> Literal[-1, 0, 1, 2, 3]:
+        """The ZeRO stage of a pipeline stage."""
+        return self.stage_zero[stage] if self.stage_zero else self.zero
 
     def of_stage(self, index: int) -> "Layout":
         """The layout in which all stages have the sizes of pipeline rank ``index``."""

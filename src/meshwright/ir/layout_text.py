@@ -15,8 +15,9 @@ def layout_text(layout: Layout) -> str:
         if max(parts, default=1) > 1:
             axes += " x " * bool(axes) + f"{name} " + "x".join(map(str, parts))
     groups = f" in groups of {layout.zero_ranks}" if layout.zero_ranks else ""
+    zero = " by parameter" if layout.zero < 0 else "/".join(map(str, layout.stage_zero or (layout.zero,)))
     words = (
-        (layout.zero, f"zero{layout.zero if layout.zero > 0 else ' by parameter'}{groups}"),
+        (layout.zero or layout.stage_zero, f"zero{zero}{groups}"),
         (layout.offload != "none", f"{layout.offload} on the host"),
         (layout.precision, layout.precision),
         (layout.float8, f"float8 {layout.float8}"),

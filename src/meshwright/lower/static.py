@@ -27,25 +27,32 @@ _BETWEEN = frozenset({collectives.HALO_EXCHANGE, collectives.HALO_REDUCE, collec
 
 def moving_parts(graph: fx.Graph, random_key: str) -> tuple[str, ...]:
     """Why the calls of a phase cannot be captured as a graph; empty if they can. ``random_key`` is the name of the
-    placeholder of the random key. Every value needs ``meta["val"]``."""
+    placeholder of the random key. Every value needs ``meta["val"]``. Collectives that end in another phase do not
+    count: if the plan has graphs, they end in their own phase (``open_collectives``)."""
     return tuple(dict.fromkeys(reason for node in graph.nodes for reason in _reasons(node, random_key)))
+
+
+def open_collectives(graph: fx.Graph) -> tuple[str, ...]:
+    """The collectives of a phase that begin or end in another phase, in words."""
+    reasons = []
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in collectives.STARTS:
+            if not any(user.target is collectives.WAIT for user in node.users):
+                reasons.append(f"{_operator(node)}{_name(node)} ends in another phase")
+        elif node.target is collectives.WAIT and node.all_input_nodes[0].op == "placeholder":
+            reasons.append(f"{_operator(node)}a collective began in another phase")
+    return tuple(dict.fromkeys(reasons))
 
 
 def _reasons(node: fx.Node, random_key: str) -> Iterator[str]:
     if node.op != "call_function":
         return
     target: Any = node.target
-    name = str(target).removesuffix(".default")
-    operator = f"{node.meta.get('operator', '')}: " * bool(node.meta.get("operator"))
+    name, operator = _name(node), _operator(node)
     if target in _BETWEEN or target is collectives.SHIFT:
         yield f"{operator}{name} sends between ranks"
-    elif target in collectives.STARTS:
-        if not any(user.target is collectives.WAIT for user in node.users):
-            yield f"{operator}{name} ends in another phase"
-        if node.kwargs.get("codec"):
-            yield f"{operator}{name} is coded by the host"
-    elif target is collectives.WAIT and node.all_input_nodes[0].op == "placeholder":
-        yield f"{operator}a collective began in another phase"
+    elif target in collectives.STARTS and node.kwargs.get("codec"):
+        yield f"{operator}{name} is coded by the host"
     elif getattr(target, "namespace", "") == "meshwright":
         kind = target.name().partition("::")[2].partition(".")[0]
         if "experts" in kind:
@@ -60,6 +67,14 @@ def _reasons(node: fx.Node, random_key: str) -> Iterator[str]:
         yield f"{operator}the shape of {name} depends on values"
     if any(source.name == random_key for source in node.all_input_nodes) and not _takes_key(node):
         yield f"{operator}{name} takes its random key from the host"
+
+
+def _name(node: fx.Node) -> str:
+    return str(node.target).removesuffix(".default")
+
+
+def _operator(node: fx.Node) -> str:
+    return f"{node.meta['operator']}: " if node.meta.get("operator") else ""
 
 
 def _by_mask(node: fx.Node) -> bool:

@@ -38,6 +38,13 @@ def look_ahead(lower: Lower, plan: Plan, cluster: Cluster, optimizer: OptimizerC
     return choice.with_graphs(*choice.with_depth(plan))
 
 
+def with_graphs(lower: Lower, plan: Plan, cluster: Cluster, optimizer: OptimizerCost, memory_bytes: float) -> Plan:
+    """Return ``plan`` with graphs if they make the step faster, within the memory of ``look_ahead``."""
+    if cluster.device.kind == "cpu":
+        return plan
+    return _Choice(lower, cluster, optimizer, memory_bytes).with_graphs(plan, None)
+
+
 def follow_ahead(plan: Plan, base: Plan, *, trains: bool) -> Plan:
     """``plan``, of another capture of the same model, with the choices of ``base``. An evaluation has no graphs."""
     return msgspec.structs.replace(plan, prefetch=base.prefetch, graphs=base.graphs and trains)

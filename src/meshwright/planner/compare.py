@@ -266,7 +266,8 @@ def _single_changes(layout: Layout, batch_size: int, cluster: Cluster) -> Iterat
     ]
     wanted += [{"recompute": kind} for kind in RECOMPUTE[RECOMPUTE.index(layout.recompute) + 1 :]]
     if shares > 1:
-        wanted += [{"zero": level} for level in range(max(layout.zero, 0) + 1, 4)]
+        alike = {"stage_zero": ()} if layout.stage_zero else {}
+        wanted += [{"zero": level, **alike} for level in range(max(layout.zero + (not alike), 1), 4)]
     if layout.offload == "none" and cluster.device.kind != "cpu":
         wanted.append({"offload": "optimizer"})
     if layout.pp > 1 and layout.schedule == "gpipe":
@@ -275,7 +276,7 @@ def _single_changes(layout: Layout, batch_size: int, cluster: Cluster) -> Iterat
         wanted += [
             {axis: getattr(layout, axis) * factor, "dp": layout.dp // factor}
             for axis in (("pp",) if isinstance(layout.tp, tuple) else ("tp", "pp", "cp"))
-            if layout.dp % factor == 0 and not layout.stage_sizes
+            if layout.dp % factor == 0 and not layout.stage_sizes and not (axis == "pp" and layout.stage_zero)
         ]
     for fields in wanted:
         yield _words(fields), msgspec.structs.replace(layout, **fields)
@@ -287,6 +288,8 @@ def _more_devices(layout: Layout, batch_size: int) -> Iterator[tuple[str, Layout
         return
     for factor in (2, 4):
         for axis in ("dp", "pp") if isinstance(layout.tp, tuple) else ("dp", "tp", "pp"):
+            if axis == "pp" and layout.stage_zero:
+                continue
             if axis != "dp" or batch_size % (layout.data_ranks * factor * layout.microbatches) == 0:
                 fields = {axis: getattr(layout, axis) * factor}
                 yield f"{_words(fields)} ({layout.num_ranks * factor} ranks)", msgspec.structs.replace(layout, **fields)

@@ -17,7 +17,6 @@ from meshwright.ir.part import part_of
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import Lower
 from meshwright.planner.candidates import divisors
-from meshwright.planner.foretell import foretell
 from meshwright.planner.inter_op.chain import chain_of
 from meshwright.planner.inter_op.layer_work import LayerPrices
 from meshwright.planner.inter_op.option import REFUSALS, Option
@@ -82,9 +81,6 @@ def data_limits(
     if fastest is None or plan.prediction is None:
         return tuple(limits)
     step_s = plan.prediction.step_s
-    if plan.graphs:  # the search's prices know no graphs of kernels
-        without = msgspec.structs.replace(plan, graphs=False)
-        step_s = foretell(lowering(graph), without, cluster, optimizer=optimizer).played.step_s
     longer, shared = fastest.step_s - step_s, fastest.predicted.communication_s
     kind: LimitKind = "communication" if shared >= longer else "computing"
     if longer <= ALIKE * step_s:

@@ -8,7 +8,7 @@ import msgspec
 
 from meshwright.errors import PlanError, refuse
 from meshwright.ir.graph import Graph, Operator
-from meshwright.ir.layout import TIME, Recompute
+from meshwright.ir.layout import TIME, Layout, Recompute
 from meshwright.ir.own_samples import owned, owned_problems
 from meshwright.ir.placement import (
     Flat,
@@ -130,13 +130,23 @@ def parameter_storage(
     return storage
 
 
+def zero_stages(layout: Layout, divided: Cut, chosen: Mapping[str, int]) -> dict[str, int]:
+    """The ZeRO stage of each parameter: the largest of the pipeline stages that hold the parameter, or, with
+    ``zero=-1``, the ZeRO stage that the integer program chose (``chosen``)."""
+    if layout.zero < 0:
+        return {name: chosen.get(name, 0) for name in divided.owners}
+    return {name: max(map(layout.zero_of, stages), default=0) for name, stages in divided.owners.items()}
+
+
 def zero_storage(
-    graph: Graph, storage: dict[str, dict[str, Placement]], axis: str, stage: int, whole: Collection[str] = ()
-) -> dict[str, dict[str, Placement]]:
-    """Parameter storage under ZeRO stage ``stage``: a parameter that is not split over ``axis`` becomes Flat over this
-    axis. Untrained parameters have no gradient and no optimizer state, so only stage 3 makes them Flat. Parameters in
-    ``whole``, which must not be split, are unchanged."""
-    kept = {*storage} - (_trained(graph) if stage < 3 else {*storage}) | {*whole}
+    graph: Graph, storage: dict[str, dict[str, Placement]], axis: str, zero: Mapping[str, int],
+    whole: Collection[str] = (),
+) -> dict[str, dict[str, Placement]]:  # fmt: skip
+    """Parameter storage under ZeRO: a parameter that is not split over ``axis`` becomes Flat over this axis. ``zero``
+    has the ZeRO stage of each parameter. Untrained parameters have no gradient and no optimizer state, so only stage 3
+    makes them Flat. Parameters in ``whole``, which must not be split, are unchanged."""
+    trained = _trained(graph)
+    kept = {name for name in storage if not zero[name] or (zero[name] < 3 and name not in trained)} | {*whole}
     return {
         name: placements if axis in placements or name in kept else {**placements, axis: Flat()}
         for name, placements in storage.items()

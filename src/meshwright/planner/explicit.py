@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -196,7 +196,8 @@ class _Planner:
         placements = derive.pass_partials(graph, divided, self.strategies, self.sizes, settled, otherwise)
         if TIME in self.sizes:
             check_microbatches(graph, self.strategies, self.sizes, layout)
-        storage = self._storage()
+        zero = derive.zero_stages(layout, divided, self.solved.zero if self.solved is not None else {})
+        storage = self._storage(zero)
         if base is not None:
             name, algorithms, links = base.cluster, base.algorithms, base.links
             buckets, gathers, inside, notes = base.buckets, base.gathers, base.interiors, base.notes
@@ -208,7 +209,6 @@ class _Planner:
             given = self.cluster, self.lower, layout, self.ask.times, rank_of
             self.convolutions = convolutions.choose_on_rank(graph, self.mesh, self.axes, self.strategies, *given)
             buckets, gathers, inside, notes = (), (), self.convolutions.interiors, self._explained()
-        zero = self._zero(graph.parameters)
         mover, coded = Mover(self.axes, links), layout.codec not in ("", NONE)
         reduced = reduced_members(graph, divided, placements, storage, mover, zero, coded=coded)
         gathered = gathered_members(graph, divided, storage, self.sizes, zero)
@@ -218,7 +218,9 @@ class _Planner:
             batch_size=graph.batch_size,
             cluster=name,
             mesh=self.mesh,
-            stages=tuple(self._stage(divided, index, first, storage) for index, first in enumerate(("", *firsts))),
+            stages=tuple(
+                self._stage(divided, index, first, storage, zero) for index, first in enumerate(("", *firsts))
+            ),
             layout=msgspec.structs.replace(layout, precision=graph.precision),
             microbatches=layout.microbatches,
             precision=graph.precision,
@@ -328,7 +330,7 @@ class _Planner:
             split_attention(factors, "cp", self.layout.context, required=True)
         return {name: strategy for name, strategy in strategies.items() if strategy}
 
-    def _storage(self) -> dict[str, dict[str, Placement]]:
+    def _storage(self, zero: Mapping[str, int]) -> dict[str, dict[str, Placement]]:
         if self.base is not None:
             return {name: self.base.storage(name) for name in self.graph.parameters}
         if self.solved is not None:
@@ -338,18 +340,15 @@ class _Planner:
                 name: {} for name in self.ask.whole
             }
         axis = self.layout.zero_axis if self.layout.zero > 0 else ""
-        return derive.zero_storage(self.graph, storage, axis, self.layout.zero, self.ask.whole) if axis else storage
+        return derive.zero_storage(self.graph, storage, axis, zero, self.ask.whole) if axis else storage
 
-    def _zero(self, held: Iterable[str]) -> dict[str, int]:
-        """The ZeRO stage of each parameter in ``held``."""
-        chosen = self.solved.zero if self.solved is not None else {}
-        return {name: self.layout.zero if self.layout.zero >= 0 else chosen.get(name, 0) for name in held}
-
-    def _stage(self, divided: Cut, index: int, first: str, storage: dict[str, dict[str, Placement]]) -> Stage:
+    def _stage(
+        self, divided: Cut, index: int, first: str, storage: dict[str, dict[str, Placement]], zero: Mapping[str, int]
+    ) -> Stage:
         operators = derive.stage_operators(self.graph, divided, index)
         held = {name: storage[name] for name in storage if index in divided.owners[name]}
         base = self.base.stages[min(index, len(self.base.stages) - 1)] if self.base is not None else None
-        reduced, released = derive.in_parts(self.graph, self._zero(held), held, base)
+        reduced, released = derive.in_parts(self.graph, zero, held, base)
         kind = self.ask.recompute[index] if self.ask.recompute else self.layout.recompute
         return Stage(
             strategies=derive.grouped({op.name: self.strategies[op.name] for op in operators}),

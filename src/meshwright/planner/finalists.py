@@ -7,20 +7,19 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from meshwright.cost.optimizer import OptimizerCost
-from meshwright.cost.work import without_launches
 from meshwright.errors import LayoutError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Float8Scaling, Layout
 from meshwright.ir.plan import Note, Plan
 from meshwright.ir.program import Lower
+from meshwright.planner.ahead import with_graphs
 from meshwright.planner.codecs import AUTO
 from meshwright.planner.cut import choose_cut
 from meshwright.planner.explicit import Ask, plan_layout
 from meshwright.planner.foretell import Foretold, foretell
 from meshwright.planner.inter_op.option import REFUSALS, Option
 from meshwright.planner.inter_op.pipelines import ALIKE
-from meshwright.planner.inter_op.rounds import simulated_s
 from meshwright.planner.kept_blocks import keep_what_fits
 from meshwright.planner.reasons import complexity, nothing_fits
 from meshwright.planner.time_limit import TimeLimit
@@ -30,9 +29,6 @@ SURE = 2
 RECOMPUTING, NEARLY = 2, 1.1
 """Number of options that recompute that are simulated in addition, if they take at most ``NEARLY`` times as long as the
 fastest by their estimates: how many blocks they can keep is only estimated."""
-NUM_AS_GRAPHS, NUM_COMPARED = 4, 24
-"""If a plan is launched as graphs, which no estimate knows, at most ``NUM_AS_GRAPHS`` further options are simulated.
-They are those of the ``NUM_COMPARED`` fastest that take the shortest time if no device waits for its host."""
 NUM_CUT_AGAIN = 2
 """The number of fastest pipelines that are also simulated with the stages of a layout by hand."""
 FEW_OPERATORS = 5000
@@ -70,10 +66,13 @@ class WholeModel:
         )  # fmt: skip
         layout = msgspec.structs.replace(option.layout, codec=self.codec, float8=self.float8)
         plan = plan_layout(self.graph, layout, world_size=self.world_size, cluster=self.cluster, ask=ask)
-        if len(set(option.recompute)) > 1:
-            kinds = ", ".join(option.recompute)
-            note = Note(module="(stages)", split=f"recompute {kinds}", reason="each stage as much as its memory needs")
-            plan = msgspec.structs.replace(plan, notes=(note, *plan.notes))
+        if not ask.fits_buckets:
+            plan = with_graphs(self.lower, plan, self.cluster, self.optimizer, self.limit_bytes)
+        for what, kinds in (("recompute", option.recompute), ("ZeRO", option.layout.stage_zero)):
+            if len(set(kinds)) > 1:
+                split = f"{what} {', '.join(map(str, kinds))}"
+                note = Note(module="(stages)", split=split, reason="each stage as much as its memory needs")
+                plan = msgspec.structs.replace(plan, notes=(note, *plan.notes))
         return plan, foretell(self.lower, plan, self.cluster, optimizer=self.optimizer, clips=self.clips)
 
     def keeping_what_fits(self, plan: Plan, foretold: Foretold, clock: TimeLimit) -> tuple[Plan, Foretold]:
@@ -112,8 +111,7 @@ class Finalists:
     than estimated.
 
     If the model has few operators, the fastest option is also simulated before a simpler option replaces it. The times
-    of the whole model then decide whether both are equally fast. If a plan is launched as graphs, further options that
-    may be faster as graphs are simulated too (``NUM_AS_GRAPHS``). The fastest pipelines are also simulated with the
+    of the whole model then decide whether both are equally fast. The fastest pipelines are also simulated with the
     stages of layouts by hand (``NUM_CUT_AGAIN``).
 
     Stages that recompute keep as many blocks as fit, if ``keeps``.
@@ -180,8 +178,6 @@ class Finalists:
             self.step_s[best.name] = self.real[best.name][1].played.step_s
             known = [best]
         if len(self.model.graph.operators) <= FEW_OPERATORS:
-            if self.real[best.name][0].graphs:
-                self._simulate_as_graphs(known)
             self._cut_as_by_hand(known)
             best = self._simplest(known)
         plan, foretold = self.real[best.name]
@@ -193,30 +189,9 @@ class Finalists:
                 return other, *self.real[other.name]
         return best, plan, foretold
 
-    def _simulate_as_graphs(self, known: list[Option]) -> None:
-        """Simulate at most ``NUM_AS_GRAPHS`` further options that may be faster as graphs, and add them to ``known``.
-        Without waits for the host, they take at most ``NEARLY`` times as long as the fastest, by their estimates."""
-        names = {option.name for option in known}
-        others = [
-            option for option in self.options[:NUM_COMPARED]
-            if option.name not in names and self.step_s[option.name] < math.inf
-        ]  # fmt: skip
-        cluster = self.model.cluster
-        least_s = [
-            (1 - option.gain) * simulated_s(option.layout, without_launches(option.work), cluster) for option in others
-        ]
-        for seconds, option in sorted(zip(least_s, others, strict=True), key=lambda pair: pair[0])[:NUM_AS_GRAPHS]:
-            if seconds >= NEARLY * min(self.step_s[each.name] for each in known):
-                break
-            if self.clock.over:
-                self.stopped = True
-                break
-            self._simulate(option, explains=True)
-            known.append(option)
-
     def _cut_as_by_hand(self, known: Sequence[Option]) -> None:
         """Simulate the fastest pipelines again with the stages that their layouts have if a user names them. An option
-        takes the faster plan: estimates, which choose stages, know neither graphs nor the best buckets."""
+        takes the faster plan: estimates, which choose stages, do not know the best buckets."""
         graph, cluster = self.model.graph, self.model.cluster
         pipelines = [option for option in known if option.firsts and not option.layout.stage_sizes]
         for option in sorted(pipelines, key=lambda option: self.step_s[option.name])[:NUM_CUT_AGAIN]:

@@ -354,6 +354,10 @@ class Search:
             self._lighten(sketch)
 
     def _keep(self, option: Option) -> None:
+        """Add an option that fits. Variants with different ZeRO stages may have the same stages."""
+        alike = option.name, option.firsts, option.recompute
+        if any((known.name, known.firsts, known.recompute) == alike for known in self.options):
+            return
         self.options.append(option)
         self.clock.note_layout(option.name, option.likely_s, option.peak_bytes)
         self._queue.put(option.likely_s, option)

@@ -11,7 +11,7 @@ from meshwright.cost.collective import Network
 from meshwright.cost.occupancy import peak_memory
 from meshwright.cost.work import Compute, StageWork
 from meshwright.errors import LayoutError, PlanError
-from meshwright.ir.layout import RECOMPUTE, Layout, Recompute, ZeroStage
+from meshwright.ir.layout import RECOMPUTE, ZERO_STAGES, Layout, Recompute, ZeroStage
 from meshwright.ir.schedule import ActionKind
 from meshwright.planner.finalists import WholeModel
 from meshwright.planner.inter_op.assemble import is_sum
@@ -177,9 +177,10 @@ class Lighter:
     def priced(self, sketch: Sketch) -> Option:
         """The fastest variant of a sketch that fits, with the least recomputation that fits. If none fits, the variant
         that needs the least memory."""
-        options = [self.pipelines.option(sketch.layout, [kind for kind in RECOMPUTE if kind in sketch.recompute])]
+        kinds, smaller = [kind for kind in RECOMPUTE if kind in sketch.recompute], self._smaller(sketch)
+        options = [self.pipelines.option(sketch.layout, kinds, smaller)]
         if not self.fits(options[0]):
-            options += self._recomputed(options[0])
+            options += self._recomputed(options[0], smaller)
         if self.offloads and not any(map(self.fits, options)):
             moved = msgspec.structs.replace(sketch.layout, offload="optimizer")
             options.append(self.pipelines.option(moved, self.pipelines.kinds[:1]))
@@ -190,16 +191,23 @@ class Lighter:
         """Whether an option needs at most the memory of a rank."""
         return option.peak_bytes <= self.pipelines.limit_bytes
 
-    def _recomputed(self, option: Option) -> Iterator[Option]:
+    def _smaller(self, sketch: Sketch) -> tuple[ZeroStage, ...]:
+        """The smaller ZeRO stages that stages of a variant may have if they fit. There are none with several chunks,
+        whose memory the dynamic program does not know, and none if ZeRO is there to divide updates."""
+        if sketch.layout.chunks > 1 or self.fits(sketch.plain):
+            return ()
+        return tuple(zero for zero in ZERO_STAGES if zero < sketch.zero and zero in self._stages(sketch.layout))
+
+    def _recomputed(self, option: Option, smaller: Sequence[ZeroStage] = ()) -> Iterator[Option]:
         """Yield an option that does not fit with more and more recomputation until it fits, then the option with
         strategies that need less memory (see ``_careful``). For an option that fits, nothing is yielded."""
         if self.fits(option):
             return
-        layout = msgspec.structs.replace(option.layout, recompute="none")
+        layout = msgspec.structs.replace(option.layout, recompute="none", stage_zero=())
         if (careful := self._careful(option)) is not None:
             yield careful
         for number in range(1, len(self.pipelines.kinds) + 1):
-            again = self.pipelines.option(layout, self.pipelines.kinds[:number])
+            again = self.pipelines.option(layout, self.pipelines.kinds[:number], smaller)
             yield again
             if self.fits(again):
                 return

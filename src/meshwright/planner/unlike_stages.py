@@ -113,7 +113,7 @@ class UnlikeStages:
         speeds = self._relative_s(placed[0].layout) if placed else {}
         for option in placed:
             if option.memory_bytes is None:  # with a memory limit, strategies differ from those of the priced layers
-                plain = layout_text(msgspec.structs.replace(option.layout, zero=0))
+                plain = layout_text(msgspec.structs.replace(option.layout, zero=0, stage_zero=()))
                 kind = kinds[option.layout.schedule, option.layout.chunks]
                 kind.setdefault(plain, (self._on_own_devices_s(option, speeds), option))
         for options in kinds.values():
@@ -132,7 +132,7 @@ class UnlikeStages:
 
     def _relative_s(self, layout: Layout) -> dict[range, float]:
         """For each pool, the time that its devices take for the layers of a layout, relative to the slowest devices."""
-        plain = msgspec.structs.replace(layout, zero=0, recompute=self.pipelines.kinds[0])
+        plain = msgspec.structs.replace(layout, zero=0, stage_zero=(), recompute=self.pipelines.kinds[0])
 
         def seconds(pipelines: Pipelines) -> float:
             return sum(pipelines.prices.seconds(pipelines.prices.of(plain), passes(plain)))
@@ -144,7 +144,7 @@ class UnlikeStages:
         rank becomes, and as ZeRO may make it, if it may. It needs no prices of layers on these devices."""
         layout, chain = option.layout, self.pipelines.chain
         pools, places = self._pools_of(layout), list(map(layout.pipeline.rank_of, range(len(option.recompute))))
-        works = [self.pipelines.prices.of(msgspec.structs.replace(layout, recompute=kind)) for kind in option.recompute]
+        works = list(map(self.pipelines.prices.of, option.stage_layouts))
         slow = [self.pipelines.busy_s(layout, each) for each in works]
         own = [busy * speeds[pools[place].ranks] for busy, place in zip(slow, places, strict=True)]
         before = chain.stages_of(option.firsts)
@@ -166,9 +166,9 @@ class UnlikeStages:
         layout, pipeline = option.layout, option.layout.pipeline
         places = list(map(pipeline.rank_of, range(pipeline.num_stages)))
         works, busy = [], []
-        for rank, kind in zip(places, option.recompute, strict=True):
+        for rank, own in zip(places, option.stage_layouts, strict=True):
             pipelines = pools[rank].pipelines
-            works.append(pipelines.prices.of(msgspec.structs.replace(layout, recompute=kind)))
+            works.append(pipelines.prices.of(own))
             busy.append(pipelines.busy_s(layout, works[-1]))
         limits = [self.homes.limit_bytes(pool.ranks) for pool in pools]
         anew = Recut(self.pipelines, self.cluster, option, works, limits)

@@ -21,7 +21,7 @@ from meshwright.ir.stages import BACKWARD, CAPTURED, FORWARD, batch_border
 from meshwright.lower.planned_graph import PlannedGraph
 from meshwright.lower.regions import Compiler
 from meshwright.lower.stage import lower_stage
-from meshwright.lower.static import moving_parts
+from meshwright.lower.static import moving_parts, open_collectives
 from meshwright.ops import collectives
 from meshwright.runtime.codec_memory import CodecMemory
 from meshwright.runtime.device import DeviceKind, device_kind
@@ -169,7 +169,8 @@ class Step:
         for number, stage in self.executor.stages.items():
             for name in CAPTURED:
                 if name in stage.functions:
-                    for reason in moving_parts(stage.phases[name].graph, stage.program.random_key):
+                    graph = stage.phases[name].graph
+                    for reason in (*moving_parts(graph, stage.program.random_key), *open_collectives(graph)):
                         yield f"stage {number}, {name}", f"{reason}, which no graph can hold", remedy
 
     def _route(self, stage: int, kind: ActionKind, payload: Transfer) -> Route:

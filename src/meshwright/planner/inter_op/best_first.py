@@ -20,11 +20,11 @@ from meshwright.ir.layout import Layout
 from meshwright.ir.layout_text import layout_text
 from meshwright.ir.pipeline import ScheduleName
 from meshwright.planner.candidates import Space, divisors
-from meshwright.planner.inter_op.option import REFUSALS, Option
+from meshwright.planner.inter_op.option import REFUSALS, Option, stage_layout
 from meshwright.planner.inter_op.pipelines import ALIKE
 from meshwright.planner.inter_op.rounds import LONG, fill_of, passes
 from meshwright.planner.inter_op.stage_bounds import PipelineBound, PlacedStage, StageBounds
-from meshwright.planner.inter_op.stage_homes import PlacedPipeline, StageHomes, of_sizes, stage_layout
+from meshwright.planner.inter_op.stage_homes import PlacedPipeline, StageHomes, of_sizes
 from meshwright.planner.time_limit import TimeIsOverError, TimeLimit
 from meshwright.schedules.pipeline import least_microbatches
 
@@ -197,7 +197,7 @@ class BestFirst:
             if run.microbatches < least_microbatches(name, len(stages)) or (name == "gpipe" and not shape.stage_sizes):
                 continue
             layout = msgspec.structs.replace(shape, microbatches=run.microbatches, schedule=name)
-            for zero in self.zeros[: 2 if several and self._divides else 1]:
+            for zero in self._of_all if several else self.zeros[:1]:
                 self._push_whole(run, stages, msgspec.structs.replace(layout, zero=zero), priced=False)
 
     def _push_whole(self, run: _Run, stages: tuple[PlacedStage, ...], layout: Layout, *, priced: bool) -> None:
@@ -205,7 +205,8 @@ class BestFirst:
         self._push(bound_s, run, stages, 0.0, layout, priced=priced)
 
     def bound_s(self, layout: Layout, stages: Sequence[range]) -> float:
-        """A lower bound on the seconds of a step of a pipeline, whose stages have these layers."""
+        """A lower bound on the seconds of a step of a pipeline, whose stages have these layers, and at most the ZeRO
+        stage of the layout."""
         run = _Run.of(layout.microbatches, layout.schedule)
         mesh, each = layout.mesh(), [layout.of_stage(number) for number in range(layout.pp)]
         uniform = self.bounds.uniform([(own.dp, own.feature_ranks) for own in each])
@@ -215,9 +216,15 @@ class BestFirst:
             zero = own.zero if own.dp > 1 else 0
             bounds = self.bounds.of(stage.ranks, stage.dp, stage.tp, run.microbatches, run.passes, zero)
             bound = self.bounds.followed(
-                bound, bounds, stage, run.microbatches, run.fill, zero, uniform=uniform
+                bound, bounds, stage, run.microbatches, run.fill, zero, uniform=uniform, sums=own.zero in self._of_all
             )  # fmt: skip
         return bound.step_s
+
+    @property
+    def _of_all(self) -> tuple[int, ...]:
+        """The ZeRO stages that all stages of a pipeline have together: the first, and the next if it divides updates.
+        Larger ZeRO stages save memory, and only stages whose memory needs them have them."""
+        return self.zeros[: 2 if self._divides else 1]
 
     def _divisions(self, ranks: int, microbatches: int) -> Iterator[tuple[int, int]]:
         for dp in divisors(ranks):
@@ -256,7 +263,7 @@ class BestFirst:
         ranges = [range(stage.first, stage.last + 1) for stage in node.stages]
         try:
             with self._counted():
-                placed = self.homes.lightest(layout, ranges)
+                placed = self.homes.lightest(layout, ranges, self._of_all[-1])
         except REFUSALS:
             return None
         plainly = placed is not None and set(placed.recompute) == {self.homes.of_all.kinds[0]}

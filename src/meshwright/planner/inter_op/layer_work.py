@@ -14,9 +14,11 @@ import msgspec
 
 from meshwright.cost.closed_form import pieces_s
 from meshwright.cost.collective import Network
+from meshwright.cost.graphs import moving_part
 from meshwright.cost.node_costs import NodeCosts, of_parameters
 from meshwright.cost.optimizer import OptimizerCost
 from meshwright.cost.program import stage_held, step_work
+from meshwright.cost.work import as_graphs
 from meshwright.errors import LayoutError, MeshwrightError, PlanError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import ITEM_BYTES, Graph
@@ -61,6 +63,7 @@ class LayerPrices:
         self.network, self.codec, self.float8 = Network(cluster), codec, float8
         self.codecs = PieceCodecs(cluster, _gradient_bytes(chain.graph)) if codec == AUTO else None
         self._coded: dict[LayerWorks, LayerWorks] = {}
+        self._graphs = cluster.software.graphs and cluster.device.kind != "cpu"
         self._ask = Ask(
             explains=False, optimizer=optimizer, lower=lower, fits_buckets=False, firsts=chain.firsts,
             alike=self._alike, receives=False,
@@ -259,6 +262,8 @@ class LayerPrices:
         work = step_work(
             programs, plan, self.cluster, optimizer=self.optimizer, clips=self.clips, num_ranks=self.num_ranks
         )
+        if self._graphs and not moving_part(programs, ("F", "B")):
+            work = msgspec.structs.replace(work, stages=tuple(map(as_graphs, work.stages)))
         gathers = {bucket.label: GATHER + bucket.label for bucket in plan.gathers}
         costs = NodeCosts(plan.mesh, self.cluster, num_ranks=self.num_ranks)
         trained = {name for program in programs for name in program.gradients}

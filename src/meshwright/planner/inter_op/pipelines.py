@@ -13,14 +13,14 @@ from meshwright.cost.occupancy import peak_memory
 from meshwright.cost.work import Compute, StepWork
 from meshwright.errors import LayoutError, PlanError
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.layout import RECOMPUTE, Layout, Recompute
+from meshwright.ir.layout import RECOMPUTE, Layout, Recompute, ZeroStage
 from meshwright.ir.pipeline import Pipeline
 from meshwright.ir.schedule import ActionKind
 from meshwright.planner.buckets import BUCKET_BYTES
 from meshwright.planner.inter_op.assemble import Known, assemble, is_sum
 from meshwright.planner.inter_op.balance import balanced
 from meshwright.planner.inter_op.layer_work import LayerPrices
-from meshwright.planner.inter_op.option import Option
+from meshwright.planner.inter_op.option import Option, StageKind, stage_layout, with_zeros
 from meshwright.planner.inter_op.piece_codecs import is_reduction
 from meshwright.planner.inter_op.rounds import fill_of, filled_s, passes, periods, simulated_s, spans
 from meshwright.planner.inter_op.stage_prices import AssignedStage, StagePrices, Submesh
@@ -42,9 +42,7 @@ class Pipelines:
     """Makes the best stages of a layout, within a memory limit of ``limit_bytes`` per rank. ``kinds`` are the kinds of
     recomputation that stages may have."""
 
-    def __init__(
-        self, prices: LayerPrices, limit_bytes: float, kinds: tuple[Recompute, ...] = RECOMPUTE
-    ) -> None:  # fmt: skip
+    def __init__(self, prices: LayerPrices, limit_bytes: float, kinds: tuple[Recompute, ...] = RECOMPUTE) -> None:
         self.prices, self.limit_bytes, self.kinds = prices, limit_bytes, kinds
         self.chain, self.cluster = prices.chain, prices.cluster
         self._slowest: dict[object, float] = {}
@@ -120,10 +118,11 @@ class Pipelines:
         """Whether collectives overlap with kernels."""
         return self.cluster.device.kind != "cpu"
 
-    def option(self, layout: Layout, kinds: Sequence[Recompute]) -> Option:
+    def option(self, layout: Layout, kinds: Sequence[Recompute], smaller: Sequence[ZeroStage] = ()) -> Option:
         """The option of ``layout`` with the fastest stages that fit in memory. Each stage has the kind of recomputation
-        that is fastest for it. If no stages fit, the result has the last kind of recomputation, with the stages that
-        would be fastest.
+        that is fastest for it, and the ZeRO stage of the layout, or one of the ``smaller`` ZeRO stages if their prices
+        are known. If no stages fit, the result has the last kind of recomputation and the layout's ZeRO stage, with the
+        stages that would be fastest.
 
         Raises:
             LayoutError: the model has too few layers, or the layout does not fit the model.
@@ -131,7 +130,12 @@ class Pipelines:
             ScheduleError: the schedule is not defined for the number of micro-batches.
         """
         self._check(layout)
-        return self._best(layout, self._of_kinds(layout, kinds))
+        variants = dict[StageKind, LayerWorks]()
+        for zero in smaller:
+            known = [msgspec.structs.replace(layout, zero=zero, recompute=kind) for kind in kinds]
+            if all(map(self.prices.knows, known)):
+                variants |= self._of_kinds(known[0], kinds)
+        return self._best(layout, variants | self._of_kinds(layout, kinds))
 
     @property
     def may_keep(self) -> bool:
@@ -140,12 +144,14 @@ class Pipelines:
 
     def without_recomputation(self, option: Option) -> Option:
         """The option with the same stages, of which none recomputes, whether it fits in memory or not."""
-        layout, stages = msgspec.structs.replace(option.layout, recompute="none"), self.chain.stages_of(option.firsts)
-        return self._option(layout, stages, [("none", self.prices.of(layout))] * len(stages))
+        stages = self.chain.stages_of(option.firsts)
+        layouts = [stage_layout(option.layout, stage, "none") for stage in range(len(stages))]
+        chosen = [(StageKind("none", each.zero), self.prices.of(each)) for each in layouts]
+        return self._option(msgspec.structs.replace(option.layout, recompute="none"), stages, chosen)
 
-    def _of_kinds(self, layout: Layout, kinds: Sequence[Recompute]) -> dict[Recompute, LayerWorks]:
+    def _of_kinds(self, layout: Layout, kinds: Sequence[Recompute]) -> dict[StageKind, LayerWorks]:
         works = self.prices.each([msgspec.structs.replace(layout, recompute=kind) for kind in kinds])
-        return dict(zip(kinds, works, strict=True))
+        return {StageKind(kind, layout.zero): each for kind, each in zip(kinds, works, strict=True)}
 
     def ideal(self, layout: Layout) -> Option:
         """The option of ``layout`` under ideal ZeRO, which divides the state of ranks without taking time. No real
@@ -158,7 +164,8 @@ class Pipelines:
 
         def best(kinds: Sequence[Recompute]) -> Option:
             variants = self._of_kinds(plain, kinds).items()
-            return self._best(layout, {kind: self.divided(works, layout) for kind, works in variants})
+            divided = {StageKind(kind.recompute, layout.zero): self.divided(works, layout) for kind, works in variants}
+            return self._best(layout, divided)
 
         option = best(self.kinds[:1])  # no other kind is faster than the least recomputation
         return option if option.peak_bytes <= self.limit_bytes else best(self.kinds)
@@ -171,7 +178,7 @@ class Pipelines:
             self._parts[key] = divided_state(works, layout.dp, layout.zero, once=once)
         return self._parts[key] if layout.zero else works
 
-    def _best(self, layout: Layout, variants: Mapping[Recompute, LayerWorks]) -> Option:
+    def _best(self, layout: Layout, variants: Mapping[StageKind, LayerWorks]) -> Option:
         """The option with the fastest stages. Each stage uses one of the variants."""
         kinds, num_stages = tuple(variants), layout.pp * layout.chunks
         if num_stages == 1:
@@ -205,7 +212,8 @@ class Pipelines:
             return None
         chosen = [sizes[stage.variant] for stage in assigned]
         own = msgspec.structs.replace(layout, stage_sizes=tuple({"dp": dp, "tp": tp} for dp, tp in chosen))
-        better = self._option(own, _ranges(assigned), [(self.kinds[0], others[each]) for each in chosen])
+        kind = StageKind(self.kinds[0])
+        better = self._option(own, _ranges(assigned), [(kind, others[each]) for each in chosen])
         return better if better.step_s * (1 + ALIKE) < self._simulated_s(option.layout, option.work) else None
 
     def _simulated_s(self, layout: Layout, work: StepWork) -> float:
@@ -225,9 +233,7 @@ class Pipelines:
             name: getattr(first, name) + steps * (getattr(second, name) - getattr(first, name)) for name in fields
         })  # fmt: skip
 
-    def assembled(
-        self, layout: Layout, stages: Sequence[Sequence[int]], works: Sequence[LayerWorks]
-    ) -> StepWork:  # fmt: skip
+    def assembled(self, layout: Layout, stages: Sequence[Sequence[int]], works: Sequence[LayerWorks]) -> StepWork:
         """The work of a step whose stages have these layers. ``works`` has the layer works of each stage."""
         return assemble(
             works, self.chain.priced(stages), layout.pipeline, self.prices.optimizer,
@@ -357,14 +363,14 @@ class Pipelines:
         return most
 
     def _option(
-        self, layout: Layout, stages: Sequence[Sequence[int]], chosen: Sequence[tuple[Recompute, LayerWorks]]
+        self, layout: Layout, stages: Sequence[Sequence[int]], chosen: Sequence[tuple[StageKind, LayerWorks]]
     ) -> Option:
-        kinds = tuple(kind for kind, _ in chosen)
+        kinds = tuple(kind.recompute for kind, _ in chosen)
         strongest = max(kinds, key=RECOMPUTE.index)
         work = self.assembled(layout, stages, [works for _, works in chosen])
-        named = msgspec.structs.replace(layout, recompute=strongest)
+        named = with_zeros(msgspec.structs.replace(layout, recompute=strongest), [kind.zero for kind, _ in chosen])
         # Variants with equal work differ only in memory (see ``ideal``).
-        same = msgspec.structs.replace(layout, zero=0, recompute="none", offload="none")
+        same = msgspec.structs.replace(layout, zero=0, stage_zero=(), recompute="none", offload="none")
         key = msgspec.json.encode(same), tuple(map(tuple, stages)), tuple(id(works.works) for _, works in chosen)
         if key not in self._times:
             self._times[key] = self._timed(layout, work)

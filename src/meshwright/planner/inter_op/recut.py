@@ -124,6 +124,6 @@ def may_recut(layout: Layout, memory_bytes: float | None = None) -> bool:
 def recut(option: Option, pipelines: Pipelines) -> Option:
     """The option with the best borders of stages that were found."""
     layout = option.layout
-    works = [pipelines.prices.of(msgspec.structs.replace(layout, recompute=kind)) for kind in option.recompute]
+    works = list(map(pipelines.prices.of, option.stage_layouts))
     anew = Recut(pipelines, pipelines.cluster, option, works, [pipelines.limit_bytes] * layout.pp)
     return anew.best(anew.before) or option

@@ -19,7 +19,7 @@ from meshwright.ir.part import part_of, pools_of
 from meshwright.ir.placement import Placements, Shard
 from meshwright.ir.program import Lower
 from meshwright.planner.inter_op.layer_work import LayerPrices
-from meshwright.planner.inter_op.option import Option
+from meshwright.planner.inter_op.option import Option, stage_layout, with_zeros
 from meshwright.planner.inter_op.pipelines import Pipelines
 from meshwright.planner.inter_op.rounds import periods, simulated_s
 from meshwright.planner.inter_op.works import LayerWorks
@@ -106,28 +106,39 @@ class StageHomes:
         return self._known[key]
 
     def works(self, layout: Layout, stage: int, recompute: Recompute) -> LayerWorks:
-        """The work of all layers on the ranks of a stage.
+        """The work of all layers on the ranks of a pipeline stage.
 
         Raises:
             LayoutError, PlanError: the stage does not fit the model.
         """
-        return self.of(layout.mesh().stage_ranks(stage)).prices.of(stage_layout(layout, stage, recompute))
+        ranks = layout.mesh().stage_ranks(layout.pipeline.rank_of(stage))
+        return self.of(ranks).prices.of(stage_layout(layout, stage, recompute))
 
-    def lightest(self, layout: Layout, stages: Sequence[range]) -> PlacedPipeline | None:
-        """The pipeline with these stages, in which a stage recomputes only if its memory needs it. None if it does not
+    def lightest(self, layout: Layout, stages: Sequence[range], least_zero: int = 3) -> PlacedPipeline | None:
+        """The pipeline with these stages, in which a stage recomputes only if its memory needs it. Stages whose memory
+        does not need the ZeRO stage of the layout have ``least_zero``, if that is less. None if the pipeline does not
         fit in memory even so.
 
         Raises: the errors of ``works``; ScheduleError: the schedule is not defined for the number of micro-batches.
         """
-        kinds, every = [self.of_all.kinds[0]] * len(stages), self.of_all.kinds
+        kinds, every, zeros = (
+            [self.of_all.kinds[0]] * len(stages),
+            self.of_all.kinds,
+            [min(least_zero, layout.zero)] * len(stages),
+        )
         while True:
-            work = self._assembled(layout, stages, kinds)
-            full = self._too_full(layout, work)
+            own = with_zeros(layout, zeros)
+            work = self._assembled(own, stages, kinds)
+            full = self._too_full(own, work)
             if not full:
-                return PlacedPipeline(layout, stages, tuple(kinds), work, simulated_s(layout, work, self.cluster))
-            if kinds[full[0]] == every[-1]:
+                return PlacedPipeline(own, stages, tuple(kinds), work, simulated_s(own, work, self.cluster))
+            fullest = full[0]
+            if zeros[fullest] != layout.zero:
+                zeros[fullest] = layout.zero
+            elif kinds[fullest] == every[-1]:
                 return None
-            kinds[full[0]] = every[every.index(kinds[full[0]]) + 1]
+            else:
+                kinds[fullest] = every[every.index(kinds[fullest]) + 1]
 
     def placed(self, layout: Layout, stages: Sequence[range], kinds: Sequence[Recompute]) -> PlacedPipeline | None:
         """The pipeline with these stages and kinds of recomputation; None if it does not fit in memory.
@@ -177,12 +188,6 @@ class StageHomes:
     def limit_bytes(self, ranks: range, peers: int | None = None) -> float:
         """The memory limit of each of these ranks. ``peers``: as in ``room_of``."""
         return room_of(self.cluster, ranks, peers) if self.memory_bytes is None else self.memory_bytes
-
-
-def stage_layout(layout: Layout, stage: int, recompute: Recompute) -> Layout:
-    """The layout in which all stages are like pipeline rank ``stage``. A single data-parallel rank has no ZeRO."""
-    own = layout.of_stage(stage)
-    return msgspec.structs.replace(own, recompute=recompute, zero=own.zero if own.dp > 1 else 0)
 
 
 def of_sizes(layout: Layout, sizes: Sequence[tuple[int, int]]) -> Layout:

@@ -18,7 +18,7 @@ from meshwright.ir.layout import Layout, Recompute, ZeroStage
 from meshwright.ir.pipeline import ScheduleName
 from meshwright.ir.schedule import ActionKind
 from meshwright.planner.candidates import Space, divisors
-from meshwright.planner.inter_op.option import REFUSALS, Option
+from meshwright.planner.inter_op.option import REFUSALS, Option, with_zeros
 from meshwright.planner.inter_op.pipelines import ALIKE, Pipelines
 from meshwright.planner.inter_op.stage_homes import StageHomes, of_sizes
 from meshwright.planner.inter_op.stage_prices import Assignment, StagePrices, Submesh
@@ -37,14 +37,19 @@ class _Variant(NamedTuple):
     dp: int
     tp: int
     recompute: Recompute
+    zero: ZeroStage
     works: LayerWorks
 
 
 class _Candidate(NamedTuple):
     assignment: Assignment
     microbatches: int
-    zero: ZeroStage
     variants: list[list[_Variant]]
+
+    @property
+    def chosen(self) -> list[_Variant]:
+        """The variant of each stage."""
+        return [self.variants[stage.submesh][stage.variant] for stage in self.assignment.stages]
 
 
 class UnequalStages:
@@ -77,22 +82,23 @@ class UnequalStages:
             for schedule in self.space.schedules:
                 if candidate.microbatches < least_microbatches(schedule, len(candidate.assignment.stages)):
                     continue
-                option = self._option(candidate, schedule, candidate.zero)
+                option = self._option(candidate, schedule)
                 if option is None:
                     continue
                 yield option
                 saves = not option.layout.zero and self._saved_s(option) > ALIKE * option.step_s
                 for zero in [zero for zero in self.zeros if zero][: int(saves)]:
-                    if (divided := self._option(candidate, schedule, zero)) is not None:
+                    if (divided := self._option(candidate, schedule, divides=zero)) is not None:
                         yield divided
 
     def _fastest(self, microbatches: int) -> _Candidate | None:
         """The fastest stages in the dynamic program. Recomputation is considered only if no stages fit without it, and
-        ZeRO, as if it took no time, only if no stages fit with recomputation."""
-        every = self.homes.of_all.kinds
-        lighter = [(zero, every) for zero in self.zeros if zero]
-        for zero, kinds in [(self.zeros[0], every[:1]), (self.zeros[0], every), *lighter]:
-            variants = [list(self._variants(submesh, microbatches, kinds, zero)) for submesh in self.submeshes]
+        ZeRO, as if it took no time, only if no stages fit with recomputation. Then a stage has as little ZeRO as it can
+        without recomputing more."""
+        every, least = self.homes.of_all.kinds, self.zeros[:1]
+        lighter = [(self.zeros[:number], every) for number in range(2, len(self.zeros) + 1)]
+        for zeros, kinds in [(least, every[:1]), (least, every), *lighter]:
+            variants = [list(self._variants(submesh, microbatches, kinds, zeros)) for submesh in self.submeshes]
             if not any(variants):
                 continue
             assignment = assign_stages(
@@ -103,11 +109,11 @@ class UnequalStages:
                 in_order=True,
             )
             if assignment is not None:
-                return _Candidate(assignment, microbatches, zero, variants)
+                return _Candidate(assignment, microbatches, variants)
         return None
 
     def _variants(
-        self, submesh: Submesh, microbatches: int, kinds: Sequence[Recompute], zero: ZeroStage
+        self, submesh: Submesh, microbatches: int, kinds: Sequence[Recompute], zeros: Sequence[ZeroStage]
     ) -> Iterator[_Variant]:
         pool = self.pools[submesh.pool]
         for dp in divisors(submesh.devices):
@@ -123,8 +129,9 @@ class UnequalStages:
                     works = pool.pipelines.prices.of(layout)
                 except REFUSALS:
                     continue
-                divided = msgspec.structs.replace(layout, zero=zero if dp > 1 else 0)
-                yield _Variant(dp, tp, kind, pool.pipelines.divided(works, divided))
+                for zero in zeros if dp > 1 else zeros[:1]:
+                    divided = pool.pipelines.divided(works, msgspec.structs.replace(layout, zero=zero))
+                    yield _Variant(dp, tp, kind, zero, divided)
 
     def _may_hold(self, dp: int, tp: int) -> bool:
         """Whether a stage with these sizes belongs to the space, with any number of stages."""
@@ -155,17 +162,18 @@ class UnequalStages:
 
     # --- options -----------------------------------------------------------------------------------------------------
 
-    def _option(self, candidate: _Candidate, schedule: ScheduleName, zero: ZeroStage) -> Option | None:
-        """The option with the candidate's stages; None if it turns out to be impossible, or not to fit in memory."""
-        stages = candidate.assignment.stages
-        chosen = [candidate.variants[stage.submesh][stage.variant] for stage in stages]
+    def _option(self, candidate: _Candidate, schedule: ScheduleName, divides: ZeroStage = 0) -> Option | None:
+        """The option with the candidate's stages; None if it turns out to be impossible, or not to fit in memory. If
+        ``divides`` is given, all stages have at least this ZeRO stage."""
+        stages, chosen = candidate.assignment.stages, candidate.chosen
         sizes = [(variant.dp, variant.tp) for variant in chosen]
-        if zero and max(dp for dp, _ in sizes) == 1:
+        if divides and max(dp for dp, _ in sizes) == 1:
             return None
         shape = of_sizes(self.space.least(Layout()), sizes)
         if not self.space.holds_stages(shape):
             return None
-        layout = msgspec.structs.replace(shape, microbatches=candidate.microbatches, schedule=schedule, zero=zero)
+        layout = msgspec.structs.replace(shape, microbatches=candidate.microbatches, schedule=schedule)
+        layout = with_zeros(layout, [max(variant.zero, divides) for variant in chosen])
         ranges = [range(stage.first, stage.last + 1) for stage in stages]
         try:
             placed = self.homes.placed(layout, ranges, [variant.recompute for variant in chosen])
