@@ -89,16 +89,24 @@ def _beside(work: StepWork, schedules: Sequence[Schedule], fabric: Fabric) -> It
     """Steps whose collectives run beside kernels. Gradients are reduced after a rank's last action."""
     homes = schedules[0].homes
 
-    @cache
-    def action(number: int, kind: ActionKind) -> RankClocks:
-        pieces = work.stages[number].pieces.get(kind.value, ()) if kind.computes else ()
-        return RankClocks(fabric, homes[number]).run(number, pieces)
+    known: dict[tuple[object, ...], tuple[RankClocks, tuple[float, float]]] = {}
 
-    @cache
+    def run(number: int, kind: ActionKind) -> tuple[RankClocks, tuple[float, float]]:
+        """The clocks after an action, and its cost. On equal devices, stages with the same work share them."""
+        key = id(work.stages[number]) if fabric.alike else number, kind
+        if key not in known:
+            pieces = work.stages[number].pieces.get(kind.value, ()) if kind.computes else ()
+            clocks = RankClocks(fabric, homes[number]).run(number, pieces)
+            known[key] = clocks, (clocks.now_s, _computing_s(pieces))
+        return known[key]
+
+    def action(number: int, kind: ActionKind) -> RankClocks:
+        clocks, _ = run(number, kind)
+        return clocks.of_stage(number)
+
     def cost(number: int, kind: ActionKind) -> tuple[float, float]:
         """The seconds of an action, and the seconds of computing in it."""
-        pieces = work.stages[number].pieces.get(kind.value, ()) if kind.computes else ()
-        return action(number, kind).now_s, _computing_s(pieces)
+        return run(number, kind)[1]
 
     @cache
     def late_s(number: int, kind: ActionKind) -> float:

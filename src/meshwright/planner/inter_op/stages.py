@@ -138,11 +138,19 @@ class _Search:
         return float(self._device_seconds[1][0] / sum(self.pools))
 
     def any_stages(self) -> tuple[AssignedStage, ...] | None:
-        """Stages whose busiest stage has nearly the smallest possible busy time; None if no stages exist."""
-        limit, assignment = max(self._floor, float(self.limits[self.limits > 0][0])), None
-        while assignment is None and limit < inf:
-            limit = limit * GROWTH if limit < self.limits[-1] else inf
-            assignment = self.solve(limit, first=True)
+        """Stages whose busiest stage has nearly the smallest possible busy time; None if no stages exist. The limit on
+        the busiest stage rises until stages exist. If they exist under a limit, they exist under each larger limit, so
+        the limits are bisected."""
+        rising = [max(self._floor, float(self.limits[self.limits > 0][0]))]
+        while rising[-1] < inf:
+            rising.append(rising[-1] * GROWTH if rising[-1] < self.limits[-1] else inf)
+        assignment = self.solve(inf, first=True)  # memory allows no stages in many layouts
+        low, high = 1, len(rising) - 1
+        while low < high and assignment is not None:
+            middle = (low + high) // 2
+            stages = self.solve(rising[middle], first=True)
+            low, high = (low, middle) if stages is not None else (middle + 1, high)
+            assignment = stages or assignment
         return assignment
 
     @cached_property
