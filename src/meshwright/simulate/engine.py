@@ -13,7 +13,7 @@ from meshwright.ir.schedule import Action, Schedule
 from meshwright.simulate.blocks import Block, GroupKey, RanBlock, block_of
 from meshwright.simulate.decisions import RankDecisions
 from meshwright.simulate.faults import Faults
-from meshwright.simulate.fold import Classes, classes
+from meshwright.simulate.fold import Classes, classes, classes_of_equals
 from meshwright.simulate.network import Links
 from meshwright.simulate.played import PlayedStep, RankTimeline
 from meshwright.simulate.program import Meet, Op, Post, RankProgram, SimulatedAction, Until, name_of, programs
@@ -69,11 +69,14 @@ def play(
         )
     fabric = Fabric(cluster, mesh)
     played = programs(schedule, work, fabric)
-    colors: list[tuple[float, ...]] = faults.colors(mesh.world_size)
+    op_lists = {id(entry.ops): entry.ops for prog in played for entry in prog.entries}  # many are equal
+    axes = {op.piece.axis for ops in op_lists.values() for op in ops if isinstance(op, Meet)}
     if contention or not fold:
-        colors = [(float(rank),) for rank in range(mesh.world_size)]
-    axes = {op.piece.axis for prog in played for entry in prog.entries for op in entry.ops if isinstance(op, Meet)}
-    folded = classes(mesh, sorted(axes), colors)
+        folded = classes(mesh, sorted(axes), range(mesh.world_size))
+    elif faults == Faults():
+        folded = classes_of_equals(mesh, tuple(sorted(axes)))
+    else:
+        folded = classes(mesh, sorted(axes), faults.colors(mesh.world_size))
     links = Links(fabric) if contention else None
     return PlayedStep(
         mesh, folded, _Engine(mesh, folded, played, faults, links, overlap, cluster.software.step_s).run()

@@ -116,6 +116,7 @@ class _Builder:
         self.stages = sorted(stage for stage, home in homes.items() if home == rank)
         self.alone: set[tuple[int, str]] = set()  # collectives of groups with a single rank
         self.known: dict[tuple[int, ActionKind], SimulatedAction] = {}  # of another micro-batch
+        self.sends: dict[tuple[int, ActionKind], tuple[int, int, float]] = {}
 
     def program(self) -> RankProgram:
         entries = [
@@ -206,12 +207,13 @@ class _Builder:
 
     def _sending(self, action: Action) -> SimulatedAction:
         step, receive = PARTNER[action.kind]
-        stage = self.work.stages[action.stage]
-        num_bytes = stage.sent_up_bytes if step > 0 else stage.sent_down_bytes
-        target = self.homes[action.stage + step]
-        seconds = self.fabric.send_s(num_bytes, self.rank, target)
         received = Action(action.stage + step, receive, action.microbatch)
-        return SimulatedAction(action, None, (Post(received, target, num_bytes, seconds),))
+        key = action.stage, action.kind
+        if key not in self.sends:
+            stage, target = self.work.stages[action.stage], self.homes[action.stage + step]
+            num_bytes = stage.sent_up_bytes if step > 0 else stage.sent_down_bytes
+            self.sends[key] = target, num_bytes, self.fabric.send_s(num_bytes, self.rank, target)
+        return SimulatedAction(action, None, (Post(received, *self.sends[key]),))
 
     def _ops(self, pieces: Sequence[Piece], stage: int, *, joins: bool = False) -> tuple[Op, ...]:
         """The operations of ``pieces``. With ``joins``, for an action, successive Computes become one operation."""
