@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 
 import msgspec
+import numpy as np
 
 from meshwright.cost.collective import Network
 from meshwright.cost.fabric import Fabric, axis_group, piece_s
@@ -154,13 +155,9 @@ def _predicted(
 ) -> Predicted:  # fmt: skip
     """A step. ``costs`` has the seconds of each kind of action, and the seconds of computing in it. ``outside`` has the
     same for the work of each rank before and after its actions."""
-    spent, computing = map(list, zip(*outside, strict=True))
-    for rank, kind in zip(order.ranks, order.kinds, strict=True):
-        spent[rank] += costs[kind][0]
-        computing[rank] += costs[kind][1]
-    compute_s, communication_s = max(
-        (compute, max(0.0, whole - compute)) for whole, compute in zip(spent, computing, strict=True)
-    )
+    spent = np.array(outside)  # [rank]: all seconds, and those of computing
+    np.add.at(spent, np.array(order.ranks, dtype=np.int64), np.array(costs)[np.array(order.kinds, dtype=np.int64)])
+    compute_s, communication_s = max((compute, max(0.0, whole - compute)) for whole, compute in spent.tolist())
     return Predicted(step_s=step_s, compute_s=compute_s, communication_s=communication_s)
 
 

@@ -19,6 +19,7 @@ from meshwright.ir.schedule import ActionKind
 from meshwright.planner.buckets import BUCKET_BYTES
 from meshwright.planner.inter_op.assemble import Known, assemble, is_sum
 from meshwright.planner.inter_op.balance import balanced
+from meshwright.planner.inter_op.known_cuts import KnownCuts
 from meshwright.planner.inter_op.layer_work import LayerPrices
 from meshwright.planner.inter_op.option import Option
 from meshwright.planner.inter_op.piece_codecs import is_reduction
@@ -52,6 +53,7 @@ class Pipelines:
         self._least_sums: dict[LayerWorks, float] = {}
         self._parts: dict[tuple[LayerWorks, int, int, bool], LayerWorks] = {}
         self._joined: Known = {}
+        self._cuts = KnownCuts()
         self._times: dict[object, tuple[Predicted, float]] = {}
 
     def bound_s(self, layout: Layout) -> float:
@@ -261,6 +263,11 @@ class Pipelines:
     ) -> tuple[AssignedStage, ...] | None:
         """The stages of the shortest pipeline within the limit. ``variants`` are the possible works of a stage, which
         differ in recomputation."""
+        return self._cuts.cut(layout, variants, limit_bytes, lambda: self._cut(layout, variants, limit_bytes))
+
+    def _cut(
+        self, layout: Layout, variants: Sequence[LayerWorks], limit_bytes: float
+    ) -> tuple[AssignedStage, ...] | None:  # fmt: skip
         num_stages, count = layout.pp * layout.chunks, len(self.chain.layers)
         shape = (count, count, 1, len(variants))
         seconds, most_after = np.full(shape, inf), np.full(shape, -1, dtype=np.int64)
