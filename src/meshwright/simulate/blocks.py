@@ -17,7 +17,7 @@ GroupKey = tuple[str, tuple[int, ...]]
 """An axis, and the classes of the ranks that meet."""
 
 
-class Step(NamedTuple):
+class BlockStep(NamedTuple):
     """An operation of a block: computing, or the start or the end of a collective, or both (``starts`` and ``ends``).
     ``place`` is the index of the collective's group, and ``number`` its number in the block; -1: computing."""
 
@@ -29,11 +29,11 @@ class Step(NamedTuple):
     ends: bool
 
 
-class Block(NamedTuple):
+class ActionBlock(NamedTuple):
     """Operations without stops. ``groups`` are the groups of their collectives, and ``number`` is the number of these
     collectives."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[BlockStep, ...]
     groups: tuple[GroupKey, ...]
     number: int
 
@@ -70,7 +70,7 @@ class Block(NamedTuple):
 class RanBlock:
     """A block that has run: when it began, and when its groups were free then."""
 
-    block: Block
+    block: ActionBlock
     label: str | Action
     began_s: float
     free_s: tuple[float, ...]
@@ -82,22 +82,22 @@ class RanBlock:
         return spans
 
 
-def block_of(ops: Sequence[Op], group_of: Callable[[Meet], GroupKey | None]) -> Block | None:
+def block_of(ops: Sequence[Op], group_of: Callable[[Meet], GroupKey | None]) -> ActionBlock | None:
     """The block of these operations; None if they may stop their rank. ``group_of`` returns the group of a collective,
     or None if ranks of other classes are in it."""
-    steps: list[Step] = []
+    steps: list[BlockStep] = []
     places: dict[GroupKey, int] = {}
     begun: dict[tuple[int, str], tuple[Meet, int, int]] = {}
     count = 0
     for op in ops:
         if isinstance(op, Compute):
-            steps.append(Step(op, op.seconds, -1, -1, starts=False, ends=False))
+            steps.append(BlockStep(op, op.seconds, -1, -1, starts=False, ends=False))
         elif isinstance(op, Meet):
             group = group_of(op)
             if group is None or op.key in begun:
                 return None
             begun[op.key] = op, places.setdefault(group, len(places)), count
-            steps.append(Step(op, op.seconds, begun[op.key][1], count, starts=True, ends=False))
+            steps.append(BlockStep(op, op.seconds, begun[op.key][1], count, starts=True, ends=False))
             count += 1
         elif isinstance(op, Until) and op.key in begun:
             meet, place, number = begun.pop(op.key)
@@ -105,7 +105,7 @@ def block_of(ops: Sequence[Op], group_of: Callable[[Meet], GroupKey | None]) -> 
             if last.op is meet and last.starts:
                 steps[-1] = last._replace(ends=True)
             else:
-                steps.append(Step(meet, meet.seconds, place, number, starts=False, ends=True))
+                steps.append(BlockStep(meet, meet.seconds, place, number, starts=False, ends=True))
         else:
             return None
-    return Block(tuple(steps), tuple(places), count) if not begun else None
+    return ActionBlock(tuple(steps), tuple(places), count) if not begun else None

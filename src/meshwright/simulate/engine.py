@@ -10,7 +10,7 @@ from meshwright.errors import LayoutError, ScheduleError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.schedule import Action, Schedule
-from meshwright.simulate.blocks import Block, GroupKey, RanBlock, block_of
+from meshwright.simulate.blocks import ActionBlock, GroupKey, RanBlock, block_of
 from meshwright.simulate.decisions import RankDecisions
 from meshwright.simulate.faults import Faults
 from meshwright.simulate.fold import Classes, classes, classes_of_equals
@@ -148,7 +148,7 @@ class _Engine:
         self._ready: deque[int] = deque(range(len(self._ranks)))
         # Without contention and faults, operations that meet no other class run as blocks.
         self._unhindered = links is None and overlap and faults == Faults()
-        self._blocks: dict[tuple[int, int], Block | None] = {}
+        self._blocks: dict[tuple[int, int], ActionBlock | None] = {}
         rules = [played[stage].by_rule for stage in stages]
         self._decisions = RankDecisions(rules, self._arrivals, self._go_on, links)
 
@@ -228,7 +228,7 @@ class _Engine:
         rank.place, rank.time_s, timeline.end_s = place, now, now
         return None
 
-    def _block(self, class_id: int, ops: tuple[Op, ...]) -> Block | None:
+    def _block(self, class_id: int, ops: tuple[Op, ...]) -> ActionBlock | None:
         """The block of an action's operations; None if they are no block."""
         key = class_id, id(ops)
         if key not in self._blocks:
@@ -240,7 +240,7 @@ class _Engine:
         members = self._folded.meeting(meet.piece.axis, class_id, meet.piece.members)
         return (meet.piece.axis, members) if members == (class_id,) else None
 
-    def _run(self, block: Block, rank: _Rank, label: str | Action, now: float) -> float:
+    def _run(self, block: ActionBlock, rank: _Rank, label: str | Action, now: float) -> float:
         """Run a block. Returns its end."""
         free_s = [self._free_s.get(group, 0.0) for group in block.groups]
         rank.timeline.parts.append(RanBlock(block, label, now, tuple(free_s)))
