@@ -142,15 +142,14 @@ class _Search:
     def any_stages(self) -> tuple[AssignedStage, ...] | None:
         """Stages whose busiest stage has nearly the smallest possible busy time; None if no stages exist. The limit on
         the busiest stage rises until stages exist. If they exist under a limit, they exist under each larger limit, so
-        the limits are bisected, unless tables take long under large limits."""
+        the limit rises faster and faster, and is bisected then, unless tables take long under large limits."""
         rising = [max(self._floor, float(self.limits[self.limits > 0][0]))]
         while rising[-1] < inf:
             rising.append(rising[-1] * GROWTH if rising[-1] < self.limits[-1] else inf)
-        if not self._alike:
-            every = (self.solve(limit, first=True) for limit in rising[1:])
-            return next((stages for stages in every if stages is not None), None)
-        assignment = self.solve(inf, first=True)  # memory allows no stages in many layouts
-        low, high = 1, len(rising) - 1
+        low = high = 1
+        while (assignment := self.solve(rising[high], first=True)) is None and rising[high] < inf:
+            low = high + 1
+            high = min(2 * high, len(rising) - 1) if self._alike else low
         while low < high and assignment is not None:
             middle = (low + high) // 2
             stages = self.solve(rising[middle], first=True)
