@@ -567,3 +567,18 @@ def test_blocks_that_do_not_run_in_a_row_are_kept(kind: type[nn.Module]) -> None
     assert shorten(graph).graph is graph
     plan = mw.plan(graph, CPU, devices=4, only="inter")
     assert cut(graph, plan.firsts).num_stages == len(plan.stages) >= 4
+
+
+@pytest.mark.parametrize("part", [0.5, 0.7])
+def test_cuts_that_are_known_from_other_layouts_are_those_found_anew(part: float) -> None:
+    chain = chain_of(gpt(12), GPU, RANKS)
+    prices = LayerPrices(chain, GPU, PlanLowering(chain.graph), ADAMW, False, RANKS)
+    plain = mw.Layout(dp=2, pp=4, microbatches=8)
+    limit = part * Pipelines(prices, float("inf")).option(plain, ("none",)).peak_bytes
+    shared = Pipelines(prices, limit)
+    for (schedule, chunks), zero in itertools.product(SCHEDULES, (0, 1, 2, 3)):
+        layout = msgspec.structs.replace(plain, schedule=schedule, chunks=chunks)
+        for kinds in (RECOMPUTE[:1], RECOMPUTE):
+            assert shared.option(layout, kinds) == Pipelines(prices, limit).option(layout, kinds)
+        zeroed = msgspec.structs.replace(layout, zero=zero)
+        assert shared.ideal(zeroed) == Pipelines(prices, limit).ideal(zeroed)

@@ -22,15 +22,16 @@ from meshwright.cost.occupancy import (
     room_of,
     taken_bytes,
 )
-from meshwright.cost.work import Communicate, Compute, StageWork, StepWork
+from meshwright.cost.work import ActionBytes, Communicate, Compute, StageWork, StepWork
 from meshwright.errors import ClusterError
 from meshwright.ir.cluster import Cluster, CollectiveTiming, Operation
 from meshwright.ir.device import Condition, Device, Kernels
 from meshwright.ir.level import Level
 from meshwright.ir.mesh import Mesh
-from meshwright.ir.schedule import Action, Schedule
+from meshwright.ir.schedule import Action, ActionKind, Schedule
 from meshwright.ir.software import Software, Spread
 from meshwright.schedules.check import check
+from meshwright.schedules.message_driven import with_most_in_flight
 from meshwright.schedules.passes import add_communication, add_reduction
 from meshwright.schedules.pipeline import build, training_schedule
 from meshwright.schedules.timing import Costs, order_of, run
@@ -102,6 +103,81 @@ def test_the_peak_is_where_workspace_and_saved_are_most_together() -> None:
     first, second = peak_memory(uneven, schedule("gpipe", 2, 3))
     assert (first.peak_bytes, first.action) == (100 + 30 + 1, "0F2")
     assert (second.peak_bytes, second.action) == (100 + 3 + 500, "1F2")
+
+
+SIZES = st.integers(0, 1000)
+ACTION_BYTES = st.builds(ActionBytes, SIZES, SIZES, SIZES)
+KINDS = ("before", "after", "F", "B", "I", "W", "RECV_F", "RECV_B", "REDUCE_GRAD")
+STAGES = st.builds(
+    StageWork, pieces=st.just({}), saved_bytes=SIZES, held_bytes=st.integers(2000, 3000), workspace_bytes=SIZES,
+    passing_bytes=SIZES, inputs_bytes=SIZES, actions=st.dictionaries(st.sampled_from(KINDS), ACTION_BYTES),
+    slot_bytes=st.sampled_from([0, 0, 7]), more_bytes=SIZES,
+)  # fmt: skip
+SCHEDULES = [
+    training_schedule(*each)
+    for each in (
+        ("none", 1, 3), ("gpipe", 3, 4), ("1f1b", 3, 5), ("interleaved", 2, 4, 2), ("zb-h1", 3, 4), ("zb-h2", 2, 5),
+        ("zb-v", 3, 6, 2), ("dualpipe-v", 2, 4, 2), ("message-driven", 3, 5), ("message-driven", 3, 5, 1, 3),
+    )
+]  # fmt: skip
+
+
+@given(st.sampled_from(SCHEDULES), st.data(), st.sampled_from([1.0, 1.3]))
+def test_peaks_are_those_of_actions_one_after_the_other(full: Schedule, data: st.DataObject, heap: float) -> None:
+    work = StepWork(tuple(data.draw(STAGES) for _ in range(full.num_stages)), heap)
+    for memory, actions in zip(peak_memory(work, full), with_most_in_flight(full), strict=True):
+        parts = memory.held_bytes, memory.saved_bytes, memory.workspace_bytes, memory.action
+        assert parts == highest(work, tuple(actions))
+
+
+def highest(work: StepWork, actions: tuple[Action, ...]) -> tuple[int, int, int, str]:
+    """The first of the highest moments of a rank: bytes that are held, saved, and workspace, and the action."""
+    stages = sorted({action.stage for action in actions})
+    held, live = sum(work.held_bytes(stage, actions) for stage in stages), 0
+    best, received = (held, 0, 0, ""), set[tuple[int, ActionKind, int | None]]()
+
+    def look(each: ActionBytes, text: str) -> None:
+        nonlocal best
+        most, others = max(each.most_bytes, each.taken_bytes), live - each.taken_bytes
+        saved = min(most, max(each.taken_bytes, each.left_bytes))
+        if held + others + most > sum(best[:3]):
+            best = held, others + saved, most - saved, text
+
+    def run_action(stage: int, kind: str, text: str) -> None:
+        nonlocal live
+        each = work.memory_of(stage, kind)
+        look(each, text)
+        live += each.left_bytes - each.taken_bytes
+
+    def come(stage: int, kind: ActionKind, number: int | None) -> None:
+        if stage in stages and (stage, kind, number) not in received:
+            received.add((stage, kind, number))
+            run_action(stage, kind.value, f"{stage}{kind.value}{number}")
+
+    held -= sum(work.stages[stage].passing_bytes for stage in stages)
+    for stage in stages:
+        look(work.memory_of(stage, "before"), "prologue")
+        held += work.stages[stage].passing_bytes
+    sends = ActionKind.SEND_F, ActionKind.SEND_B
+    for action in (each for each in actions if each.kind not in sends):
+        stage, kind, number = action.stage, action.kind, action.microbatch
+        receive, step = (ActionKind.RECV_F, 1) if kind is ActionKind.F else (ActionKind.RECV_B, -1)
+        if kind.transfers:
+            come(stage, kind, number)
+        elif kind is ActionKind.REDUCE_GRAD:
+            held -= work.stages[stage].passing_bytes
+            run_action(stage, kind.value, str(action))
+        elif kind is ActionKind.W:
+            run_action(stage, kind.value, str(action))
+        else:
+            come(stage, receive, number)
+            run_action(stage, kind.value, str(action))
+            come(stage + step, receive, number)
+    for stage in stages:
+        run_action(stage, "after", "the end of the step")
+    held -= sum(work.stages[stage].inputs_bytes for stage in stages)
+    look(ActionBytes(), "update")
+    return best
 
 
 @pytest.mark.parametrize(

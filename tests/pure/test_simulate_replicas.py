@@ -16,8 +16,8 @@ from meshwright.ir.level import Level
 from meshwright.schedules.clocks import awaited, least_clock
 from meshwright.simulate.faults import Faults, ReplicaFaults
 from meshwright.simulate.letters import ReplicaStep
-from meshwright.simulate.played import COMPUTE
 from meshwright.simulate.replicas import ReplicaTimes, simulate_replicas
+from meshwright.simulate.spans import COMPUTE
 from meshwright.worked.servers import full_at, throughputs
 from tests.tries import tries
 

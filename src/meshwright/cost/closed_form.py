@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 
 import msgspec
+import numpy as np
 
 from meshwright.cost.collective import Network
 from meshwright.cost.fabric import Fabric, axis_group, piece_s
@@ -89,16 +90,24 @@ def _beside(work: StepWork, schedules: Sequence[Schedule], fabric: Fabric) -> It
     """Steps whose collectives run beside kernels. Gradients are reduced after a rank's last action."""
     homes = schedules[0].homes
 
-    @cache
-    def action(number: int, kind: ActionKind) -> RankClocks:
-        pieces = work.stages[number].pieces.get(kind.value, ()) if kind.computes else ()
-        return RankClocks(fabric, homes[number]).run(number, pieces)
+    known: dict[tuple[object, ...], tuple[RankClocks, tuple[float, float]]] = {}
 
-    @cache
+    def run(number: int, kind: ActionKind) -> tuple[RankClocks, tuple[float, float]]:
+        """The clocks after an action, and its cost. On equal devices, stages with the same work share them."""
+        key = id(work.stages[number]) if fabric.alike else number, kind
+        if key not in known:
+            pieces = work.stages[number].pieces.get(kind.value, ()) if kind.computes else ()
+            clocks = RankClocks(fabric, homes[number]).run(number, pieces)
+            known[key] = clocks, (clocks.now_s, _computing_s(pieces))
+        return known[key]
+
+    def action(number: int, kind: ActionKind) -> RankClocks:
+        clocks, _ = run(number, kind)
+        return clocks.of_stage(number)
+
     def cost(number: int, kind: ActionKind) -> tuple[float, float]:
         """The seconds of an action, and the seconds of computing in it."""
-        pieces = work.stages[number].pieces.get(kind.value, ()) if kind.computes else ()
-        return action(number, kind).now_s, _computing_s(pieces)
+        return run(number, kind)[1]
 
     @cache
     def late_s(number: int, kind: ActionKind) -> float:
@@ -146,13 +155,9 @@ def _predicted(
 ) -> Predicted:  # fmt: skip
     """A step. ``costs`` has the seconds of each kind of action, and the seconds of computing in it. ``outside`` has the
     same for the work of each rank before and after its actions."""
-    spent, computing = map(list, zip(*outside, strict=True))
-    for rank, kind in zip(order.ranks, order.kinds, strict=True):
-        spent[rank] += costs[kind][0]
-        computing[rank] += costs[kind][1]
-    compute_s, communication_s = max(
-        (compute, max(0.0, whole - compute)) for whole, compute in zip(spent, computing, strict=True)
-    )
+    spent = np.array(outside)  # [rank]: all seconds, and those of computing
+    np.add.at(spent, np.array(order.ranks, dtype=np.int64), np.array(costs)[np.array(order.kinds, dtype=np.int64)])
+    compute_s, communication_s = max((compute, max(0.0, whole - compute)) for whole, compute in spent.tolist())
     return Predicted(step_s=step_s, compute_s=compute_s, communication_s=communication_s)
 
 

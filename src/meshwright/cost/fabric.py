@@ -30,7 +30,8 @@ class Fabric:
                 remedy="take a smaller mesh or a larger cluster",
             )
         self.cluster, self.mesh = cluster, mesh
-        self._alike = cluster.homogeneous and not mesh.stages
+        # Whether all stages have equal devices and equal groups of ranks.
+        self.alike = cluster.homogeneous and not mesh.stages
         self._network = Network(cluster)
         self._networks: dict[int, Network] = {}
         self._known: dict[tuple[object, ...], float] = {}
@@ -47,10 +48,10 @@ class Fabric:
 
     def collective_s(self, piece: Communicate, stage: int) -> float:
         """Seconds of a collective along an axis, if all groups of pipeline rank ``stage`` run it at the same time."""
-        place = 0 if self._alike or piece.axis == "pp" else stage
+        place = 0 if self.alike or piece.axis == "pp" else stage
         key = (place, piece.collective, piece.axis, piece.bytes, piece.members, piece.coding, piece.part)
         if key not in self._known:
-            if piece.axis == "pp" and not self._alike:
+            if piece.axis == "pp" and not self.alike:
                 network, group = self._between(piece.members or tuple(range(self.mesh.num_stages)))
             else:
                 network = self._network_of(stage)
@@ -72,7 +73,7 @@ class Fabric:
         0 from a rank to itself. ``source`` and ``target`` are coordinates on ``pp``."""
         if source == target:
             return 0.0
-        if self._alike:
+        if self.alike:
             return self._network.send_s(num_bytes, abs(target - source) * axis_group(self.mesh, "pp").stride)
         key = (num_bytes, source, target)
         if key not in self._sent:
@@ -99,14 +100,14 @@ class Fabric:
         return network, Group(len(stage_ranks), min(gaps, default=1))
 
     def _network_of(self, stage: int) -> Network:
-        if self._alike:
+        if self.alike:
             return self._network
         if stage not in self._networks:
             self._networks[stage] = Network(stage_cluster(self.cluster, self.mesh, stage))
         return self._networks[stage]
 
     def _mesh_of(self, axis: str, stage: int) -> Mesh:
-        return self.mesh if self._alike or axis == "pp" else self.mesh.submesh(stage)
+        return self.mesh if self.alike or axis == "pp" else self.mesh.submesh(stage)
 
 
 @lru_cache(maxsize=4096)

@@ -1,18 +1,22 @@
 """Memory per rank over a schedule: its peak, and whether it fits a limit, before anything is allocated."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Literal
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
+from meshwright.cost import memory_events
+from meshwright.cost.memory_events import BEFORE, HELD, UPDATE, MemoryEvents
 from meshwright.cost.work import ActionBytes, StepWork
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.interval import COVERED, NINE_OF_TEN
 from meshwright.ir.part import memory_of
-from meshwright.ir.schedule import Action, ActionKind, Schedule
+from meshwright.ir.schedule import ActionKind, Schedule
 from meshwright.ir.software import Software
-from meshwright.schedules.message_driven import with_most_in_flight
 
 Occupancy = Literal["fits", "marginal", "does not fit"]
 MOST_AXES = 3
@@ -20,13 +24,6 @@ MOST_AXES = 3
 SURE = (1 + COVERED) / 2
 """A peak counts as fitting if the chance of staying within the limit is at least this; it counts as not fitting if the
 chance is below one half."""
-_RECEIVES = (ActionKind.RECV_F, ActionKind.RECV_B)
-_TAKES = {ActionKind.F: ActionKind.RECV_F, ActionKind.B: ActionKind.RECV_B, ActionKind.I: ActionKind.RECV_B}
-"""Maps a computing action to the action that receives its values."""
-_HANDS = {
-    ActionKind.F: (1, ActionKind.RECV_F), ActionKind.B: (-1, ActionKind.RECV_B), ActionKind.I: (-1, ActionKind.RECV_B),
-}  # fmt: skip
-"""Maps a computing action to the distance of the stage that reads its values, and to what that stage receives."""
 
 
 class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,76 +48,65 @@ def peak_memory(work: StepWork, schedule: Schedule) -> tuple[RankMemory, ...]:
     A micro-batch's values live on a stage from its F until the end of its B or W, as in the schedule's validator
     (``schedules/check.py``). A received value lives from its RECV on. If the order of actions is a rule, the order with
     the most micro-batches in flight counts."""
-    return tuple(_Rank(work, rank, tuple(actions)).peak() for rank, actions in enumerate(with_most_in_flight(schedule)))
-
-
-class _Rank:
-    """Plays the memory of one rank. ``held`` are the bytes that live for the whole step, ``live`` those of values."""
-
-    def __init__(self, work: StepWork, rank: int, actions: tuple[Action, ...]) -> None:
-        self.work, self.rank, self.actions = work, rank, actions
-        self.stages = sorted({action.stage for action in actions})
-        self.held, self.live = sum(work.held_bytes(stage, actions) for stage in self.stages), 0
-        self.received: set[tuple[int, int | None, str]] = set()
-        self.known: dict[tuple[int, str], ActionBytes] = {}
-        self.highest = RankMemory(rank=rank, held_bytes=self.held, saved_bytes=0, workspace_bytes=0, action="")
-
-    def peak(self) -> RankMemory:
-        """The moment with the most bytes."""
-        passing = [self.work.stages[stage].passing_bytes for stage in self.stages]
-        self.held -= sum(passing)
-        for stage, num_bytes in zip(self.stages, passing, strict=True):
-            self._look(self._memory(stage, "before"), "prologue")
-            self.held += num_bytes
-        for action in self.actions:
-            self._play(action)
-        for stage in self.stages:
-            self._run(self._memory(stage, "after"), "the end of the step")
-        self.held -= sum(self.work.stages[stage].inputs_bytes for stage in self.stages)
-        self._look(ActionBytes(), "update")
-        return self.highest
-
-    def _memory(self, stage: int, action: str) -> ActionBytes:
-        if (stage, action) not in self.known:
-            self.known[stage, action] = self.work.memory_of(stage, action)
-        return self.known[stage, action]
-
-    def _play(self, action: Action) -> None:
-        stage, kind, key = action.stage, action.kind, (action.stage, action.microbatch)
-        if kind in _RECEIVES:
-            self._come(*key, kind)
-            return
-        if kind is ActionKind.REDUCE_GRAD:
-            self.held -= self.work.stages[stage].passing_bytes
-        elif not kind.computes:
-            return
-        if kind in _TAKES:
-            self._come(*key, _TAKES[kind])
-        self._run(self._memory(stage, kind.value), str(action))
-        if kind in _HANDS:  # to a stage of the same rank, without a message
-            further, receive = _HANDS[kind]
-            if stage + further in self.stages:
-                self._come(stage + further, action.microbatch, receive)
-
-    def _come(self, stage: int, microbatch: int | None, receive: ActionKind) -> None:
-        """Allocate what a micro-batch receives, once."""
-        if (stage, microbatch, receive.value) not in self.received:
-            self.received.add((stage, microbatch, receive.value))
-            self._run(self._memory(stage, receive.value), f"{stage}{receive.value}{microbatch}")
-
-    def _run(self, each: ActionBytes, action: str) -> None:
-        self._look(each, action)
-        self.live += each.left_bytes - each.taken_bytes
-
-    def _look(self, each: ActionBytes, action: str) -> None:
-        """Note the moment if it is the highest so far."""
-        most = max(each.most_bytes, each.taken_bytes)
-        saved = self.live - each.taken_bytes + min(most, max(each.taken_bytes, each.left_bytes))
-        workspace = self.live - each.taken_bytes + most - saved
-        if self.held + saved + workspace > self.highest.peak_bytes:
-            self.highest = RankMemory(
-                rank=self.rank, held_bytes=self.held, saved_bytes=saved, workspace_bytes=workspace, action=action
+    events = memory_events.events_of(schedule)
+    held_bytes = [
+        sum(work.held_bytes(stage, actions) for stage in stages)
+        for stages, actions in zip(events.stages, events.actions, strict=True)
+    ]
+    memory = [_memory(work, stage, kind) for _, stage, kind in events.distinct]
+    taken, most, left = np.array([(each.taken_bytes, each.most_bytes, each.left_bytes) for each in memory]).T
+    most = np.maximum(taken, most)
+    change = np.where([kind == BEFORE for _, _, kind in events.distinct], 0, left - taken)[events.slots]
+    live = np.cumsum(change) - change
+    held = np.cumsum(_held_changes(work, events, held_bytes)[events.slots])
+    peaks = []
+    for rank, (begin, end) in enumerate(pairwise(events.begins)):
+        slots = events.slots[begin:end]
+        before = live[begin:end] - live[begin] - taken[slots]
+        now = held[begin:end] - (held[begin - 1] if rank else 0)
+        peak = int(np.argmax(now + before + most[slots]))
+        slot, others, whole = slots[peak], int(before[peak]), int(now[peak])
+        saved = others + int(min(most[slot], max(taken[slot], left[slot])))
+        workspace = others + int(most[slot]) - saved
+        if whole + saved + workspace <= held_bytes[rank]:
+            peaks.append(
+                RankMemory(rank=rank, held_bytes=held_bytes[rank], saved_bytes=0, workspace_bytes=0, action="")
             )
+            continue
+        action = events.name(begin + peak)
+        peaks.append(
+            RankMemory(rank=rank, held_bytes=whole, saved_bytes=saved, workspace_bytes=workspace, action=action)
+        )
+    return tuple(peaks)
+
+
+def _memory(work: StepWork, stage: int, kind: str) -> ActionBytes:
+    """The memory of an event of a stage."""
+    return ActionBytes() if kind in (HELD, UPDATE) else work.memory_of(stage, kind)
+
+
+def _held_changes(work: StepWork, events: MemoryEvents, held_bytes: Sequence[int]) -> NDArray[np.int64]:
+    """For each slot, the change of the bytes that live for the whole step, before its event. Values that the prologue
+    passes to micro-batches come one stage after the other, and go when the gradients of their stage are reduced. Inputs
+    go before the update."""
+    changes = []
+    for rank, stage, kind in events.distinct:
+        stages = [work.stages[each] for each in events.stages[rank]]
+        place = events.stages[rank].index(stage) if stages else 0
+        match kind:
+            case memory_events.BEFORE if place == 0:
+                changes.append(held_bytes[rank] - sum(each.passing_bytes for each in stages))
+            case memory_events.BEFORE:
+                changes.append(stages[place - 1].passing_bytes)
+            case memory_events.HELD:
+                changes.append(stages[place].passing_bytes)
+            case ActionKind.REDUCE_GRAD:
+                changes.append(-stages[place].passing_bytes)
+            case memory_events.UPDATE:
+                changes.append(-sum(each.inputs_bytes for each in stages))
+            case _:
+                changes.append(0)
+    return np.array(changes, dtype=np.int64)
 
 
 def num_peers(sizes: Mapping[str, int], box: int) -> int:

@@ -42,6 +42,12 @@ class RankClocks:
                     self._ends_s[stage, piece.what] = end_s
         return self
 
+    def of_stage(self, stage: int) -> "RankClocks":
+        """The clocks, if these pieces are those of another stage."""
+        streams = self.continued(self.now_s)
+        streams._ends_s = {(stage, what): end_s for (_, what), end_s in streams._ends_s.items()}
+        return streams
+
     def continued(self, now_s: float) -> "RankClocks":
         """The clocks, with kernels at ``now_s``. Collectives that no kernel has waited for may still run."""
         streams, later_s = RankClocks(self.fabric, self.rank), now_s - self.now_s

@@ -4,6 +4,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 
 import msgspec
 
@@ -45,7 +46,7 @@ def sizes_of(groups: Mapping[str, AxisGroup]) -> tuple[dict[str, int], dict[str,
     return {axis: group.size for axis, group in groups.items()}, {axis: group.index for axis, group in groups.items()}
 
 
-class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, dict=True):
     """Ranks 0 to ``world_size`` - 1 laid out along axes, outermost first. Ranks along the last axis are consecutive.
 
         Mesh.of(pp=2, dp=2, tp=2)         tp 0  tp 1
@@ -111,10 +112,10 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
         """Maps the name of each axis to its size, outermost first."""
         return {axis.name: axis.size for axis in self.axes}
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         """The number of ranks."""
-        return sum(self._counts) if self.stages else math.prod(axis.size for axis in self.axes)
+        return self._starts[-1] if self.stages else math.prod(axis.size for axis in self.axes)
 
     @property
     def num_stages(self) -> int:
@@ -128,8 +129,7 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     def stage_ranks(self, stage: int) -> range:
         """The ranks with coordinate ``stage`` on ``pp``, which must be the outermost axis."""
         if self.stages:
-            first = sum(self._counts[:stage])
-            return range(first, first + self._counts[stage])
+            return range(self._starts[:-1][stage], self._starts[1:][stage])
         each = self.world_size // self.num_stages
         return range(stage * each, (stage + 1) * each)
 
@@ -156,8 +156,8 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
         if not 0 <= rank < self.world_size:
             raise self._refused(f"there is no rank {rank}", f"its ranks are 0 to {self.world_size - 1}")
         if self.stages:
-            stage = bisect.bisect_right(list(itertools.accumulate(self._counts)), rank)
-            return {"pp": stage, **self.stages[stage].coordinates(rank - self.stage_ranks(stage).start)}
+            stage = bisect.bisect_right(self._starts, rank) - 1
+            return {"pp": stage, **self.stages[stage].coordinates(rank - self._starts[stage])}
         coordinates = {}
         for axis in reversed(self.axes):
             rank, coordinates[axis.name] = divmod(rank, axis.size)
@@ -212,9 +212,10 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
         text = " x ".join(f"{axis.name}={axis.size}" for axis in self.axes) or "of one rank"
         return text + f" of {', '.join(f'({stage})' for stage in self.stages)}" * bool(self.stages)
 
-    @property
-    def _counts(self) -> tuple[int, ...]:
-        return tuple(stage.world_size for stage in self.stages)
+    @cached_property
+    def _starts(self) -> tuple[int, ...]:
+        """The first rank of each stage, and the number of all ranks, if stages differ."""
+        return tuple(itertools.accumulate((stage.world_size for stage in self.stages), initial=0))
 
     def _ranks_around(self, varying: Sequence[str], rank: int, stage: int) -> tuple[int, ...]:
         """The group of a rank along ``varying`` axes, if stages differ."""

@@ -47,24 +47,32 @@ class PlanLowering:
     def __call__(self, plan: Plan, rank: int = 0) -> tuple[Program, ...]:
         """The programs of all stages. Each program is for the rank of its stage's submesh that corresponds to ``rank``.
         If parts have different sizes, rank 0 has the largest part."""
-        # A search needs the memory and the time of the same plan.
+        known = self._known(plan, rank)
+        if known is None:
+            (known,) = self._programs([plan], rank, None)
+            self._recent.append((_lowered_part(plan), rank, known))
+            collect_young()
+        return known
+
+    def _known(self, plan: Plan, rank: int) -> tuple[Program, ...] | None:
+        """The programs of a plan that was lowered lately: a search needs the memory and the time of the same plan."""
         asked = _lowered_part(plan), rank
-        for recent, recent_rank, programs in self._recent:
-            if (recent, recent_rank) == asked:
-                return programs
-        (programs,) = self._programs([plan], rank, None)
-        self._recent.append((*asked, programs))
-        collect_young()
-        return programs
+        return next((programs for *recent, programs in self._recent if tuple(recent) == asked), None)
 
     def variants(self, plans: Sequence[Plan], stages: Collection[int] | None = None) -> list[tuple[Program, ...]]:
         """The programs of plans that differ only in recomputation, prefetching and graphs. They share most of the
         work. ``stages``: only of these stages; None: of all."""
-        programs = self._programs(plans, 0, stages)
-        if stages is None:
-            self._recent.extend((_lowered_part(plan), 0, own) for plan, own in zip(plans, programs, strict=True))
+        if stages is not None:
+            programs = self._programs(plans, 0, stages)
+            collect_young()
+            return programs
+        known = {place: own for place, plan in enumerate(plans) if (own := self._known(plan, 0)) is not None}
+        missing = [place for place in range(len(plans)) if place not in known]
+        lowered = self._programs([plans[place] for place in missing], 0, None) if missing else []
+        self._recent.extend((_lowered_part(plans[place]), 0, own) for place, own in zip(missing, lowered, strict=True))
+        known |= zip(missing, lowered, strict=True)
         collect_young()
-        return programs
+        return [known[place] for place in range(len(plans))]
 
     @nothing_collected()
     def _programs(self, plans: Sequence[Plan], rank: int, stages: Collection[int] | None) -> list[tuple[Program, ...]]:

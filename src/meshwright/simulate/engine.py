@@ -10,12 +10,14 @@ from meshwright.errors import LayoutError, ScheduleError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.schedule import Action, Schedule
+from meshwright.simulate.blocks import ActionBlock, GroupKey, RanBlock, block_of
 from meshwright.simulate.decisions import RankDecisions
 from meshwright.simulate.faults import Faults
-from meshwright.simulate.fold import Classes, classes
+from meshwright.simulate.fold import Classes, classes, classes_of_equals
 from meshwright.simulate.network import Links
-from meshwright.simulate.played import COMMUNICATION, COMPUTE, HOST, OUTSIDE, WAIT, PlayedStep, RankTimeline
-from meshwright.simulate.program import Meet, Post, RankProgram, SimulatedAction, Until, programs
+from meshwright.simulate.played import PlayedStep, RankTimeline
+from meshwright.simulate.program import Meet, Op, Post, RankProgram, SimulatedAction, Until, name_of, programs
+from meshwright.simulate.spans import COMMUNICATION, COMPUTE, HOST, OUTSIDE, WAIT
 
 
 def play(
@@ -67,11 +69,14 @@ def play(
         )
     fabric = Fabric(cluster, mesh)
     played = programs(schedule, work, fabric)
-    colors: list[tuple[float, ...]] = faults.colors(mesh.world_size)
+    op_lists = {id(entry.ops): entry.ops for prog in played for entry in prog.entries}  # many are equal
+    axes = {op.piece.axis for ops in op_lists.values() for op in ops if isinstance(op, Meet)}
     if contention or not fold:
-        colors = [(float(rank),) for rank in range(mesh.world_size)]
-    axes = {op.piece.axis for prog in played for entry in prog.entries for op in entry.ops if isinstance(op, Meet)}
-    folded = classes(mesh, sorted(axes), colors)
+        folded = classes(mesh, sorted(axes), range(mesh.world_size))
+    elif faults == Faults():
+        folded = classes_of_equals(mesh, tuple(sorted(axes)))
+    else:
+        folded = classes(mesh, sorted(axes), faults.colors(mesh.world_size))
     links = Links(fabric) if contention else None
     return PlayedStep(
         mesh, folded, _Engine(mesh, folded, played, faults, links, overlap, cluster.software.step_s).run()
@@ -91,9 +96,6 @@ class _Meeting:
         self.end_s = math.inf
 
 
-_GroupKey = tuple[str, tuple[int, ...]]
-
-
 class _Rank:
     """The progress of a class of ranks in its program."""
 
@@ -107,11 +109,11 @@ class _Rank:
         self.entries = list(program.entries)
         self.decides_at = program.by_rule.at if program.by_rule is not None else -1
         if begins_s:
-            self.timeline.spans.append((HOST, OUTSIDE, 0.0, begins_s, 0, 0.0))
+            self.timeline.parts.append((HOST, OUTSIDE, 0.0, begins_s, 0, 0.0))
         self.place, self.op, self.time_s = 0, -1, begins_s
         self.bytes = program.held_bytes
         self.open: dict[tuple[int, str], _Meeting] = {}
-        self.counts: dict[_GroupKey, int] = {}
+        self.counts: dict[GroupKey, int] = {}
         self.noise = faults.noise(rank)
         self.steady = 0.0 if faults.jitter else self.noise()
         self.death_s = faults.deaths_s.get(rank, math.inf)
@@ -139,11 +141,14 @@ class _Engine:
         self._arrivals: dict[_MessageKey, float] = {}
         self._arrived: dict[_MessageKey, list[float]] = {}
         self._meetings: dict[_MeetingKey, _Meeting] = {}
-        self._queues: dict[_GroupKey, deque[_MeetingKey]] = {}
-        self._free_s: dict[_GroupKey, float] = {}
+        self._queues: dict[GroupKey, deque[_MeetingKey]] = {}
+        self._free_s: dict[GroupKey, float] = {}
         self._messages: dict[_MessageKey, tuple[Action | str, float, int, int]] = {}
         self._waiting: dict[_Meeting | _MessageKey, list[int]] = {}
         self._ready: deque[int] = deque(range(len(self._ranks)))
+        # Without contention and faults, operations that meet no other class run as blocks.
+        self._unhindered = links is None and overlap and faults == Faults()
+        self._blocks: dict[tuple[int, int], ActionBlock | None] = {}
         rules = [played[stage].by_rule for stage in stages]
         self._decisions = RankDecisions(rules, self._arrivals, self._go_on, links)
 
@@ -161,7 +166,7 @@ class _Engine:
         """Run a rank until its program ends, the rank must wait, or the rank dies."""
         entries, timeline = rank.entries, rank.timeline
         now, place, op = rank.time_s, rank.place, rank.op
-        spans, memory, steady = timeline.spans, timeline.memory, rank.steady
+        spans, memory, steady = timeline.parts, timeline.memory, rank.steady
         while place < len(entries):
             if place == rank.decides_at and op < 0:
                 rank.time_s, rank.place, rank.op = now, place, op
@@ -179,6 +184,8 @@ class _Engine:
                 if born or workspace:
                     rank.bytes += born
                     memory.append((now, rank.bytes + workspace))
+                if self._unhindered and (block := self._block(class_id, ops)) is not None:
+                    now, op = self._run(block, rank, label, now), len(ops)
             while op < len(ops):
                 piece = ops[op]
                 if isinstance(piece, Compute):
@@ -196,7 +203,7 @@ class _Engine:
                         spans.append((WAIT, label, now, now + piece.seconds, 0, 0.0))
                         now += piece.seconds
                 elif isinstance(piece, Meet):
-                    self._come(class_id, rank, piece, now)
+                    self._come(class_id, rank, piece, label, now)
                 else:
                     meeting = self._meeting(class_id, rank, piece, label)
                     end = meeting.end_s
@@ -220,6 +227,26 @@ class _Engine:
             place, op = place + 1, -1
         rank.place, rank.time_s, timeline.end_s = place, now, now
         return None
+
+    def _block(self, class_id: int, ops: tuple[Op, ...]) -> ActionBlock | None:
+        """The block of an action's operations; None if they are no block."""
+        key = class_id, id(ops)
+        if key not in self._blocks:
+            self._blocks[key] = block_of(ops, partial(self._own_group, class_id))
+        return self._blocks[key]
+
+    def _own_group(self, class_id: int, meet: Meet) -> GroupKey | None:
+        """The group of a collective, if all of its ranks are of one class."""
+        members = self._folded.meeting(meet.piece.axis, class_id, meet.piece.members)
+        return (meet.piece.axis, members) if members == (class_id,) else None
+
+    def _run(self, block: ActionBlock, rank: _Rank, label: str | Action, now: float) -> float:
+        """Run a block. Returns its end."""
+        free_s = [self._free_s.get(group, 0.0) for group in block.groups]
+        rank.timeline.parts.append(RanBlock(block, label, now, tuple(free_s)))
+        end_s = block.run(now, free_s)
+        self._free_s.update(zip(block.groups, free_s, strict=True))
+        return end_s
 
     def _go_on(self, class_id: int, entries: tuple[SimulatedAction, ...]) -> None:
         """Run these entries, after which the rank decides again. Without entries, continue after the decisions."""
@@ -246,7 +273,7 @@ class _Engine:
             return
         if awaited is not None:
             label = self._label(awaited, class_id)
-            rank.timeline.spans.append((WAIT, label, now, max(now, rank.death_s), 0, 0.0))  # now may be after the death
+            rank.timeline.parts.append((WAIT, label, now, max(now, rank.death_s), 0, 0.0))  # now may be after the death
         rank.timeline.end_s = rank.death_s
 
     # --- messages and collectives ------------------------------------------------------------------------------------
@@ -269,7 +296,7 @@ class _Engine:
         if left > 1:
             self._messages[sent] = label, start_s, num_bytes, left - 1
         else:
-            self._ranks[sender].timeline.spans.append((COMMUNICATION, label, start_s, time_s, num_bytes, 0.0))
+            self._ranks[sender].timeline.parts.append((COMMUNICATION, label, start_s, time_s, num_bytes, 0.0))
         arrived = self._arrived.setdefault(awaited, [])
         arrived.append(time_s)
         if len(arrived) == len(self._folded.linked(awaited[0], self._stages[sender])):
@@ -277,8 +304,8 @@ class _Engine:
             self._ready.extend(self._waiting.pop(awaited, ()))
             self._decisions.arrive(awaited[0], self._arrivals[awaited])
 
-    def _come(self, class_id: int, rank: _Rank, piece: Meet, now: float) -> None:
-        axis = piece.piece.axis
+    def _come(self, class_id: int, rank: _Rank, piece: Meet, label: str | Action, now: float) -> None:
+        axis, name = piece.piece.axis, name_of(piece, label)
         members = self._folded.meeting(axis, class_id, piece.piece.members)
         if piece.piece.part and self._links is not None:  # every rank is a class by itself
             first = members.index(class_id) // piece.piece.part * piece.piece.part
@@ -292,12 +319,12 @@ class _Engine:
         expected, arriving = meeting.piece, piece.piece
         if (expected.collective, expected.bytes) != (arriving.collective, arriving.bytes):
             raise ScheduleError(
-                f"`{piece.name}` is {arriving.collective} of {arriving.bytes} bytes, and meets `{expected.what}`, "
+                f"`{name}` is {arriving.collective} of {arriving.bytes} bytes, and meets `{expected.what}`, "
                 f"{expected.collective} of {expected.bytes} bytes",
                 where=f"rank {self._folded.first[class_id]}, axis {axis}",
                 remedy="give all ranks of a group the same collectives in the same order",
             )
-        meeting.names[class_id] = piece.name
+        meeting.names[class_id] = name
         meeting.start_s = max(meeting.start_s, now)
         rank.open[piece.key] = meeting
         if len(meeting.names) < len(members):
@@ -325,7 +352,7 @@ class _Engine:
         meeting.end_s = end_s
         for class_id, name in meeting.names.items() if self._runs_beside(meeting) else ():
             span = (COMMUNICATION, name, meeting.start_s, end_s, meeting.piece.bytes, 0.0)
-            self._ranks[class_id].timeline.spans.append(span)
+            self._ranks[class_id].timeline.parts.append(span)
         self._ready.extend(self._waiting.pop(meeting, ()))
         self._free_s[key[:2]] = end_s
         queue = self._queues[key[:2]]
@@ -365,7 +392,7 @@ class _Engine:
                     remedy="`schedules.check` finds what is missing, or the circle",
                 )
             until = min(max(last, rank.time_s), rank.death_s)
-            rank.timeline.spans.append((WAIT, label, rank.time_s, max(rank.time_s, until), 0, 0.0))
+            rank.timeline.parts.append((WAIT, label, rank.time_s, max(rank.time_s, until), 0, 0.0))
             rank.timeline.end_s, rank.timeline.waits_for = max(rank.time_s, until), label
 
     @staticmethod

@@ -1,6 +1,7 @@
 """Find ranks that behave alike, so that the engine simulates one rank of each class and copies its timeline."""
 
 from collections.abc import Hashable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from meshwright.ir.mesh import Mesh
@@ -73,6 +74,12 @@ def classes(mesh: Mesh, axes: Sequence[str], colors: Sequence[Hashable]) -> Clas
         tuple(linked[id(links[rank])] for rank in first),
         tuple(tuple({of[rank]: None for rank in mesh.stage_ranks(number)}) for number in range(len(mesh.stages))),
     )
+
+
+@lru_cache(maxsize=64)
+def classes_of_equals(mesh: Mesh, axes: tuple[str, ...]) -> Classes:
+    """The classes if all ranks have the same color."""
+    return classes(mesh, axes, [()] * mesh.world_size)
 
 
 def _links(mesh: Mesh) -> list[tuple[tuple[int, ...], ...]]:

@@ -4,26 +4,27 @@ from collections.abc import Iterable
 from operator import itemgetter
 
 from meshwright.ir.mesh import Mesh
-from meshwright.ir.schedule import Action
 from meshwright.ir.trace import MemorySample, Span, Trace
+from meshwright.simulate.blocks import RanBlock
 from meshwright.simulate.fold import Classes
-
-COMPUTE, COMMUNICATION, WAIT, HOST = "compute", "communication", "wait", "host"
-"""Streams of a trace: computing; communication between ranks; the time that computing waits for communication; and time
-of the host in which the device is idle."""
-OUTSIDE = "data, logging, waiting for the loss"
-"""The name of the span of ``Software.step_s``."""
+from meshwright.simulate.spans import PlayedSpan
 
 
 class RankTimeline:
-    """The step of one rank. A span is (stream, name, start, end, bytes, flops). An entry of ``memory`` is (time, bytes
-    that are held from this time on)."""
+    """The step of one rank. ``parts`` has its spans, with blocks in place of their spans. An entry of ``memory`` is
+    (time, bytes that are held from this time on)."""
 
     def __init__(self, held_bytes: int) -> None:
-        self.spans: list[tuple[str, str | Action, float, float, int, float]] = []
+        self.parts: list[PlayedSpan | RanBlock] = []
         self.memory: list[tuple[float, int]] = [(0.0, held_bytes)]
         self.end_s = 0.0
         self.waits_for = ""
+
+    @property
+    def spans(self) -> list[PlayedSpan]:
+        """All spans."""
+        parts = ([part] if isinstance(part, tuple) else part.spans() for part in self.parts)
+        return [span for spans in parts for span in spans]
 
 
 class PlayedStep:

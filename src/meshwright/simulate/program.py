@@ -17,7 +17,6 @@ from meshwright.schedules.timing import PARTNER, communicates
 class Meet(NamedTuple):
     """The arrival of a rank at a collective, which takes ``seconds`` after all ranks of the group have arrived."""
 
-    name: str
     key: tuple[int, str]
     piece: Communicate
     seconds: float
@@ -36,6 +35,11 @@ class Post(NamedTuple):
     target: int
     bytes: int
     seconds: float
+
+
+def name_of(meet: Meet, label: str | Action) -> str:
+    """The name of a collective in an action, or outside of the actions."""
+    return f"{label} {meet.piece.what}" if isinstance(label, Action) else meet.piece.what
 
 
 Op = Compute | Meet | Until | Post
@@ -111,7 +115,8 @@ class _Builder:
         self.schedule, self.work, self.fabric, self.homes, self.rank = schedule, work, fabric, homes, rank
         self.stages = sorted(stage for stage, home in homes.items() if home == rank)
         self.alone: set[tuple[int, str]] = set()  # collectives of groups with a single rank
-        self.plain: dict[tuple[int, ActionKind], tuple[Op, ...]] = {}  # ops of actions that only compute
+        self.known: dict[tuple[int, ActionKind], SimulatedAction] = {}  # of another micro-batch
+        self.sends: dict[tuple[int, ActionKind], tuple[int, int, float]] = {}
 
     def program(self) -> RankProgram:
         entries = [
@@ -129,7 +134,7 @@ class _Builder:
                 entries.append(self._sending(action))
             elif kind is ActionKind.REDUCE_GRAD:
                 pieces = self.work.stages[action.stage].pieces.get(kind.value, ())
-                entries.append(SimulatedAction(action, None, self._ops(pieces, action.stage, str(action))))
+                entries.append(SimulatedAction(action, None, self._ops(pieces, action.stage, joins=True)))
         entries += [
             SimulatedAction("after", None, self._ops(self.work.stages[stage].after, stage)) for stage in self.stages
         ]
@@ -148,7 +153,7 @@ class _Builder:
         for op in entry.ops:
             if isinstance(op, Meet):
                 raise ScheduleError(
-                    f"`{op.name}` is a collective over {op.piece.axis} in every micro-batch",
+                    f"`{name_of(op, entry.label)}` is a collective over {op.piece.axis} in every micro-batch",
                     where=f"schedule {self.schedule.name}, rank {self.rank}",
                     remedy="take another schedule, such as `1f1b`, or a layout without such collectives",
                 )
@@ -162,17 +167,25 @@ class _Builder:
         return (self._sending(Action(action.stage, sends, action.microbatch)),)
 
     def _computing(self, action: Action) -> SimulatedAction:
-        stage, kind = self.work.stages[action.stage], action.kind
-        receives, receive = None, _RECEIVED_BY.get(kind)
+        receives, receive = None, _RECEIVED_BY.get(action.kind)
         if receive is not None and self.homes.get(action.stage + PARTNER[receive][0], self.rank) != self.rank:
             receives = Action(action.stage, receive, action.microbatch)
+        key = action.stage, action.kind
+        if key not in self.known:
+            self.known[key] = self._of_any_microbatch(action)
+        _, _, ops, born, workspace, dying = self.known[key]
+        return SimulatedAction(action, receives, ops, born, workspace, dying)
+
+    def _of_any_microbatch(self, action: Action) -> SimulatedAction:
+        """The operations and the memory of an action, which are equal for all micro-batches."""
+        stage, kind = self.work.stages[action.stage], action.kind
         memory = self.work.memory_of(action.stage, kind.value)
         # A forward allocates what it saves; a received value counts from here on.
         taken = 0 if kind is ActionKind.F else min(memory.taken_bytes, self._kept_bytes(action.stage, kind))
         grows = memory.left_bytes - taken
         return SimulatedAction(
             action,
-            receives,
+            None,
             self._ops_of(action, stage),
             max(0, grows),
             max(0, memory.most_bytes - taken - max(0, grows)),
@@ -184,48 +197,41 @@ class _Builder:
         return self.work.memory_of(stage, "I" if kind is ActionKind.W else "F").left_bytes
 
     def _ops_of(self, action: Action, stage: StageWork) -> tuple[Op, ...]:
-        key = (action.stage, action.kind)
-        if key in self.plain:
-            return self.plain[key]
         if action.kind.value not in stage.pieces:
             raise ScheduleError(
                 f"`{action}`: the work of stage {action.stage} has no pieces for {action.kind.value}",
                 where=f"rank {self.rank}",
                 remedy=f"it has {', '.join(stage.pieces) or 'none'}: compute the work for this schedule",
             )
-        pieces = stage.pieces[action.kind.value]
-        ops = self._ops(pieces, action.stage, str(action))
-        if all(isinstance(op, Compute) for op in ops):
-            self.plain[key] = ops
-        return ops
+        return self._ops(stage.pieces[action.kind.value], action.stage, joins=True)
 
     def _sending(self, action: Action) -> SimulatedAction:
         step, receive = PARTNER[action.kind]
-        stage = self.work.stages[action.stage]
-        num_bytes = stage.sent_up_bytes if step > 0 else stage.sent_down_bytes
-        target = self.homes[action.stage + step]
-        seconds = self.fabric.send_s(num_bytes, self.rank, target)
         received = Action(action.stage + step, receive, action.microbatch)
-        return SimulatedAction(action, None, (Post(received, target, num_bytes, seconds),))
+        key = action.stage, action.kind
+        if key not in self.sends:
+            stage, target = self.work.stages[action.stage], self.homes[action.stage + step]
+            num_bytes = stage.sent_up_bytes if step > 0 else stage.sent_down_bytes
+            self.sends[key] = target, num_bytes, self.fabric.send_s(num_bytes, self.rank, target)
+        return SimulatedAction(action, None, (Post(received, *self.sends[key]),))
 
-    def _ops(self, pieces: Sequence[Piece], stage: int, label: str = "") -> tuple[Op, ...]:
-        """The operations of ``pieces``. If ``label`` names an action, successive Computes become one operation. Without
-        a label, each Compute stays one operation."""
+    def _ops(self, pieces: Sequence[Piece], stage: int, *, joins: bool = False) -> tuple[Op, ...]:
+        """The operations of ``pieces``. With ``joins``, for an action, successive Computes become one operation."""
         ops: list[Op] = []
         for piece in pieces:
             match piece:
                 case Compute():
-                    if label and ops and isinstance(last := ops[-1], Compute):
+                    if joins and ops and isinstance(last := ops[-1], Compute):
                         ops[-1] = last + piece
                     else:
-                        ops.append(msgspec.structs.replace(piece, what="") if label else piece)
+                        ops.append(msgspec.structs.replace(piece, what="") if joins else piece)
                 case Communicate():
                     key = (stage, piece.what)
                     if self.fabric.size(piece.axis, self.rank) == 1:
                         self.alone.add(key)
                         continue
                     seconds = self.fabric.collective_s(piece, self.rank)
-                    ops.append(Meet(f"{label} {piece.what}".strip(), key, piece, seconds))
+                    ops.append(Meet(key, piece, seconds))
                     if piece.blocking:
                         ops.append(Until(key))
                 case Wait() if (stage, piece.what) not in self.alone:

@@ -14,7 +14,7 @@ from meshwright.schedules.clocks import staleness
 from meshwright.simulate.exchanges import exchange_of
 from meshwright.simulate.faults import ReplicaFaults
 from meshwright.simulate.letters import Letters, ReplicaStep
-from meshwright.simulate.played import COMPUTE, WAIT
+from meshwright.simulate.spans import COMPUTE, WAIT
 
 STEPS = 200
 

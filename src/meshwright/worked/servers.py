@@ -9,8 +9,8 @@ from meshwright.ir.device import Device
 from meshwright.ir.level import Level
 from meshwright.simulate.faults import Faults, ReplicaFaults
 from meshwright.simulate.letters import ReplicaStep
-from meshwright.simulate.played import COMPUTE
 from meshwright.simulate.replicas import simulate_replicas
+from meshwright.simulate.spans import COMPUTE
 from meshwright.worked.line import Line, compared, held
 
 WORKERS, RATE, NUM_BYTES, NIC = 256, 3.0, 97.5e6, 400e9 / 8

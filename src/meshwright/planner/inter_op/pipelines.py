@@ -16,12 +16,12 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.layout import RECOMPUTE, Layout, Recompute, ZeroStage
 from meshwright.ir.pipeline import Pipeline
 from meshwright.ir.schedule import ActionKind
-from meshwright.planner.buckets import BUCKET_BYTES
 from meshwright.planner.inter_op.assemble import Known, assemble, is_sum
 from meshwright.planner.inter_op.balance import balanced
+from meshwright.planner.inter_op.known_cuts import KnownCuts
 from meshwright.planner.inter_op.layer_work import LayerPrices
+from meshwright.planner.inter_op.most_after import most_after
 from meshwright.planner.inter_op.option import Option, StageKind, stage_layout, with_zeros
-from meshwright.planner.inter_op.piece_codecs import is_reduction
 from meshwright.planner.inter_op.rounds import fill_of, filled_s, passes, periods, simulated_s, spans
 from meshwright.planner.inter_op.stage_prices import AssignedStage, StagePrices, Submesh
 from meshwright.planner.inter_op.stages import assign_stages
@@ -50,6 +50,7 @@ class Pipelines:
         self._least_sums: dict[LayerWorks, float] = {}
         self._parts: dict[tuple[LayerWorks, int, int, bool], LayerWorks] = {}
         self._joined: Known = {}
+        self._cuts = KnownCuts()
         self._times: dict[object, tuple[Predicted, float]] = {}
 
     def bound_s(self, layout: Layout) -> float:
@@ -267,6 +268,11 @@ class Pipelines:
     ) -> tuple[AssignedStage, ...] | None:
         """The stages of the shortest pipeline within the limit. ``variants`` are the possible works of a stage, which
         differ in recomputation."""
+        return self._cuts.cut(layout, variants, limit_bytes, lambda: self._cut(layout, variants, limit_bytes))
+
+    def _cut(
+        self, layout: Layout, variants: Sequence[LayerWorks], limit_bytes: float
+    ) -> tuple[AssignedStage, ...] | None:  # fmt: skip
         num_stages, count = layout.pp * layout.chunks, len(self.chain.layers)
         shape = (count, count, 1, len(variants))
         seconds, most_after = np.full(shape, inf), np.full(shape, -1, dtype=np.int64)
@@ -319,48 +325,7 @@ class Pipelines:
     def most_after(self, layout: Layout, works: LayerWorks, limit_bytes: float) -> NDArray[np.int64]:
         """[i, j]: the largest number of stages that may follow a stage of layers i to j within the memory limit; -1:
         the stage itself does not fit."""
-        num_stages, count = layout.pp * layout.chunks, len(self.chain.layers)
-        if limit_bytes == inf or layout.chunks > 1:  # ``peak_memory`` checks the memory of several chunks
-            return np.full((count, count), num_stages, dtype=np.int64)
-        facts = [works.facts[number] for number in self.chain.numbers]
-        stages = [works.works[number] for number in self.chain.numbers]
-        prologue, inputs = (
-            np.array(sizes, dtype=float)
-            for sizes in zip(*((fact.held.prologue_bytes, fact.held.inputs_bytes) for fact in facts), strict=True)
-        )
-        own = np.array([fact.held.total_bytes for fact in facts], dtype=float) - prologue - inputs
-        saved = np.array([stage.saved_bytes for stage in stages], dtype=float) * works.heap_factor
-        workspace = np.array([stage.workspace_bytes for stage in stages], dtype=float) * works.heap_factor
-        trained = np.array([fact.trained_bytes for fact in facts], dtype=float) * works.heap_factor
-        pieces = (piece for stage in works.works for kind in stage.pieces.values() for piece in (*kind, *stage.after))
-        bucket = BUCKET_BYTES * works.heap_factor if any(map(is_reduction, pieces)) else 0.0
-        most = np.zeros((count, count), dtype=np.int64)
-        for first in range(count):
-            ahead = np.maximum.accumulate(prologue[first:]) + np.maximum.accumulate(inputs[first:])
-            room = limit_bytes + 1 - np.cumsum(own[first:]) - ahead  # 1: ``peak_memory`` rounds to whole bytes
-            kept = np.cumsum(saved[first:])
-            if layout.microbatches == 1:  # gradients live until the end of the step, and are not counted as held bytes
-                peaks, peak = [], 0.0
-                for last in range(first, count):
-                    peak = trained[last] + max(peak, kept[last - first] + workspace[last])
-                    peaks.append(peak)
-                most[first, first:] = np.where(room < np.array(peaks) + bucket, -1, num_stages)
-                continue
-            room -= np.maximum.accumulate(workspace[first:])
-            alive = np.where(kept > 0, np.floor(room / np.maximum(kept, 1.0)), MANY)
-            in_flight = layout.in_flight or 2 * num_stages
-            on_all_ranks = {
-                "gpipe": layout.microbatches,
-                "zb-h1": num_stages,
-                "zb-h2": 2 * num_stages - 1,
-                "message-driven": in_flight,
-            }
-            if most_alive := on_all_ranks.get(layout.schedule):
-                after = np.where(alive >= min(most_alive, layout.microbatches), num_stages, -1)
-            else:
-                after = np.where(alive >= layout.microbatches, num_stages, alive - 1)
-            most[first, first:] = np.where(room < 0, -1, after)
-        return most
+        return most_after(self.chain.numbers, layout, works, limit_bytes)
 
     def _option(
         self, layout: Layout, stages: Sequence[Sequence[int]], chosen: Sequence[tuple[StageKind, LayerWorks]]

@@ -110,7 +110,9 @@ class _Search:
         self._before: dict[int, Floats] = {}
         self._limit = inf
         self._most = int(prices.most_after.max(initial=-1))
-        self._numbers_after = np.unique(prices.most_after)
+        # Under numbers of following stages with equal places, the same stages are possible.
+        numbers = np.unique(prices.most_after)
+        self._places: list[int] = np.searchsorted(numbers, np.arange(prices.num_layers + 1)).tolist()
         self._late = np.tri(prices.num_layers, k=-1, dtype=bool)[:, :, None]  # the stage would end before it begins
         # With one submesh, the number of stages determines the number of used devices.
         self._alike = len(prices.submeshes) == len(pools) == 1 and not boxes and not in_order
@@ -138,11 +140,21 @@ class _Search:
         return float(self._device_seconds[1][0] / sum(self.pools))
 
     def any_stages(self) -> tuple[AssignedStage, ...] | None:
-        """Stages whose busiest stage has nearly the smallest possible busy time; None if no stages exist."""
-        limit, assignment = max(self._floor, float(self.limits[self.limits > 0][0])), None
-        while assignment is None and limit < inf:
-            limit = limit * GROWTH if limit < self.limits[-1] else inf
-            assignment = self.solve(limit, first=True)
+        """Stages whose busiest stage has nearly the smallest possible busy time; None if no stages exist. The limit on
+        the busiest stage rises until stages exist. If they exist under a limit, they exist under each larger limit, so
+        the limit rises faster and faster, and is bisected then, unless tables take long under large limits."""
+        rising = [max(self._floor, float(self.limits[self.limits > 0][0]))]
+        while rising[-1] < inf:
+            rising.append(rising[-1] * GROWTH if rising[-1] < self.limits[-1] else inf)
+        low = high = 1
+        while (assignment := self.solve(rising[high], first=True)) is None and rising[high] < inf:
+            low = high + 1
+            high = min(2 * high, len(rising) - 1) if self._alike else low
+        while low < high and assignment is not None:
+            middle = (low + high) // 2
+            stages = self.solve(rising[middle], first=True)
+            low, high = (low, middle) if stages is not None else (middle + 1, high)
+            assignment = stages or assignment
         return assignment
 
     @cached_property
@@ -208,22 +220,29 @@ class _Search:
         count, rest = divmod(self.pools[0], devices)
         if rest or count > min(num, self._most + 1):
             return None
-        windows = self._windows(limit)
+        inside = np.ascontiguousarray(self._windows(limit)[:-1, devices::devices].T)  # [following, layer]
+        if not inside.any(axis=1).all():
+            return None
+        lows, highs = inside.argmax(axis=1).tolist(), (num - inside[:, ::-1].argmax(axis=1)).tolist()
+        gaps = (inside.sum(axis=1) < np.array(highs) - lows).tolist()
         column = np.full(num + 1, inf)
         column[num] = 0.0
-        columns = [column]
-        for following in range(count):
-            seconds, inside = self._seconds(following)[:, :, 0], windows[:-1, (following + 1) * devices]
-            ends, layers = np.flatnonzero(column < inf), np.flatnonzero(inside)
-            if not len(ends) or not len(layers):
-                return None
-            low, high, first, last = layers[0], layers[-1] + 1, max(ends[0], 1), ends[-1]
-            block, later = seconds[low:high, first - 1 : last], column[first : last + 1]
-            self.entries += int(np.count_nonzero(block < inf))
-            column = np.full(num + 1, inf)
-            column[low:high] = np.where(inside[low:high], (block + later).min(axis=1, initial=inf), inf)
+        columns, first, last = [column], num, num
+        for following, (low, high) in enumerate(zip(lows, highs, strict=True)):
+            first = max(first, 1)
+            block = self._seconds(following)[low:high, first - 1 : last, 0]
+            self.entries += block.size
+            least = (block + column[first : last + 1]).min(axis=1, initial=inf)
+            if gaps[following]:
+                least[~inside[following, low:high]] = inf
             if self.prunes and most < inf:
-                column[column > most * (1 + 1e-12) - self._sums] = inf
+                least[least > most * (1 + 1e-12) - self._sums[low:high]] = inf
+            ends = np.flatnonzero(least < inf)
+            if not len(ends):
+                return None
+            first, last = low + int(ends[0]), low + int(ends[-1])
+            column = np.full(num + 1, inf)
+            column[low:high] = least
             columns.append(column)
         if column[0] == inf:
             return None
@@ -288,7 +307,7 @@ class _Search:
 
     def _seconds(self, following: int) -> Floats:
         """[i, j, k]: the smallest seconds of a stage within the limit that has ``following`` stages after it."""
-        place = int(np.searchsorted(self._numbers_after, following))  # equal index: as many stages are possible
+        place = self._places[following]
         if place not in self._before:
             prices, least = self.prices, np.full(self.prices.seconds.shape[:3], inf)
             for variant in range(prices.seconds.shape[3]):
