@@ -103,46 +103,50 @@ def program_of(tied: bool, plan: bytes) -> tuple[Program, ...]:
 # --- prices of unequal stages ----------------------------------------------------------------------------------------
 
 STAGES = [
-    ({"dp": 2}, {"dp": 2}, {"dp": 4}),
-    ({"tp": 2}, {"dp": 2, "tp": 2}, {"dp": 2}),
-    ({"dp": 1}, {"dp": 2}, {"tp": 4}, {"dp": 1}),
+    mw.Layout(pp=3, stage_sizes=({"dp": 2}, {"dp": 2}, {"dp": 4})),
+    mw.Layout(pp=3, stage_sizes=({"tp": 2}, {"dp": 2, "tp": 2}, {"dp": 2})),
+    mw.Layout(pp=4, stage_sizes=({"dp": 1}, {"dp": 2}, {"tp": 4}, {"dp": 1})),
+    mw.Layout(pp=2, stage_sizes=({"dp": 4}, {"dp": 2, "tp": 2}), schedule="zb-v", chunks=2),
+    mw.Layout(pp=2, stage_sizes=({"tp": 2}, {"dp": 2}), schedule="interleaved", chunks=3),
 ]
 
 
 def priced() -> Iterator[object]:
-    """Stages, clusters and heads. All pairs of them meet."""
+    """Layouts, clusters and heads. All pairs of them meet."""
     clusters = {"cpu": CPU, "alike": ALIKE, "slow box": SLOW_BOX}
-    for number, sizes in enumerate(STAGES):
+    for number, layout in enumerate(STAGES):
         for index, (name, cluster) in enumerate(clusters.items()):
             for tied in (False, True):
                 marks = () if (number + index) % 2 == tied else (pytest.mark.product,)
                 head = "tied" if tied else "own head"
-                yield pytest.param(sizes, cluster, tied, marks=marks, id=f"{head}, {name}, {sizes}")
+                yield pytest.param(layout, cluster, tied, marks=marks, id=f"{head}, {name}, {layout_text(layout)}")
 
 
-@pytest.mark.parametrize(("sizes", "cluster", "tied"), list(priced()))
+@pytest.mark.parametrize(("layout", "cluster", "tied"), list(priced()))
 def test_assembled_unequal_stages_cost_what_the_program_of_the_model_costs(
-    sizes: tuple[dict[str, int], ...], cluster: Cluster, tied: bool
+    layout: mw.Layout, cluster: Cluster, tied: bool
 ) -> None:
     graph = gpt(tied=tied)
-    layout = mw.Layout(pp=len(sizes), microbatches=4, stage_sizes=sizes)
-    mesh = layout.mesh()
+    layout = msgspec.structs.replace(layout, microbatches=4)
+    mesh, stages = layout.mesh(), layout.pipeline.num_stages
     chain = chain_of(graph, part_of(cluster, range(8)), 8)
     count, lower = len(chain.layers), PlanLowering(chain.graph)
-    ranges = [range(number * count // len(sizes), (number + 1) * count // len(sizes)) for number in range(len(sizes))]
-    works = []
-    for number, own in enumerate(sizes):
-        prices = LayerPrices(chain, stage_cluster(cluster, mesh, number), lower, ADAMW, False, 8)
-        works.append(prices.of(mw.Layout(pp=2, microbatches=4, **own)))  # type: ignore[arg-type]
+    ranges = [range(number * count // stages, (number + 1) * count // stages) for number in range(stages)]
+    prices = [
+        LayerPrices(chain, stage_cluster(cluster, mesh, rank), lower, ADAMW, False, 8)
+        for rank in range(mesh.num_stages)
+    ]
+    works = [prices[rank].of(layout.of_stage(rank)) for rank in map(layout.pipeline.rank_of, range(stages))]
     assembled = assemble(works, chain.priced(ranges), layout.pipeline, ADAMW, accumulates=True)
     facts = [[of.facts[layer] for layer in layers] for of, layers in zip(works, chain.priced(ranges), strict=True)]
     assembled = with_transfers(
-        assembled, Fabric(cluster, mesh), [each[-1].up_bytes for each in facts], [each[0].down_bytes for each in facts]
-    )
+        assembled, Fabric(cluster, mesh), layout.pipeline,
+        [each[-1].up_bytes for each in facts], [each[0].down_bytes for each in facts],
+    )  # fmt: skip
 
     whole = lowering(tied)
     ask = Ask(explains=False, lower=whole, fits_buckets=False, firsts=chain.firsts_of(ranges))
-    plan = plan_layout(graph, layout, world_size=8, cluster=cluster, ask=ask)
+    plan = plan_layout(graph, layout, world_size=layout.num_ranks, cluster=cluster, ask=ask)
     text = encode_json(msgspec.structs.replace(plan, cluster="any", links={}, notes=()))
     real = step_work(program_of(tied, text), plan, cluster, optimizer=ADAMW)
     for stage, real_stage in zip(assembled.stages, real.stages, strict=True):

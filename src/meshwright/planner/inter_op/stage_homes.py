@@ -16,6 +16,7 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.layout import RECOMPUTE, Layout, Recompute
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.part import part_of, pools_of
+from meshwright.ir.pipeline import Pipeline
 from meshwright.ir.placement import Placements, Shard
 from meshwright.ir.program import Lower
 from meshwright.planner.inter_op.layer_work import LayerPrices
@@ -105,13 +106,13 @@ class StageHomes:
             self._known[key] = Pipelines(own, self.of_all.limit_bytes, self.of_all.kinds)
         return self._known[key]
 
-    def works(self, layout: Layout, stage: int, recompute: Recompute) -> LayerWorks:
-        """The work of all layers on the ranks of a stage.
+    def works(self, layout: Layout, rank: int, recompute: Recompute) -> LayerWorks:
+        """The work of all layers on the ranks of pipeline rank ``rank``.
 
         Raises:
             LayoutError, PlanError: the stage does not fit the model.
         """
-        return self.of(layout.mesh().stage_ranks(stage)).prices.of(stage_layout(layout, stage, recompute))
+        return self.of(layout.mesh().stage_ranks(rank)).prices.of(stage_layout(layout, rank, recompute))
 
     def lightest(self, layout: Layout, stages: Sequence[range]) -> PlacedPipeline | None:
         """The pipeline with these stages, in which a stage recomputes only if its memory needs it. None if it does not
@@ -125,9 +126,10 @@ class StageHomes:
             full = self._too_full(layout, work)
             if not full:
                 return PlacedPipeline(layout, stages, tuple(kinds), work, simulated_s(layout, work, self.cluster))
-            if kinds[full[0]] == every[-1]:
+            least = min(layout.pipeline.stages_of(full[0]), key=lambda stage: every.index(kinds[stage]))
+            if kinds[least] == every[-1]:
                 return None
-            kinds[full[0]] = every[every.index(kinds[full[0]]) + 1]
+            kinds[least] = every[every.index(kinds[least]) + 1]
 
     def placed(self, layout: Layout, stages: Sequence[range], kinds: Sequence[Recompute]) -> PlacedPipeline | None:
         """The pipeline with these stages and kinds of recomputation; None if it does not fit in memory.
@@ -153,14 +155,14 @@ class StageHomes:
         )
 
     def _assembled(self, layout: Layout, stages: Sequence[range], kinds: Sequence[Recompute]) -> StepWork:
-        works = [self.works(layout, number, kind) for number, kind in enumerate(kinds)]
+        works = [self.works(layout, layout.pipeline.rank_of(number), kind) for number, kind in enumerate(kinds)]
         work = self.of_all.assembled(layout, stages, works)
         if not layout.stage_sizes:
             return work
         ends = [(of.facts[layers[0]], of.facts[layers[-1]])
                 for of, layers in zip(works, self.of_all.chain.priced(stages), strict=True)]  # fmt: skip
         return with_transfers(
-            work, Fabric(self.cluster, layout.mesh()),
+            work, Fabric(self.cluster, layout.mesh()), layout.pipeline,
             [last.up_bytes for _, last in ends], [first.down_bytes for first, _ in ends],
         )  # fmt: skip
 
@@ -192,17 +194,22 @@ def of_sizes(layout: Layout, sizes: Sequence[tuple[int, int]]) -> Layout:
     return msgspec.structs.replace(layout, pp=len(sizes), stage_sizes=tuple({"dp": dp, "tp": tp} for dp, tp in sizes))
 
 
-def with_transfers(work: StepWork, fabric: Fabric, up_bytes: Sequence[int], down_bytes: Sequence[int]) -> StepWork:
-    """The work of the stages of the fabric's mesh, including what passes between them in the cheapest form
-    (``planner.receivers``). ``up_bytes`` and ``down_bytes`` are the bytes of the whole tensors that each stage sends to
-    the next and to the previous stage."""
+def with_transfers(
+    work: StepWork, fabric: Fabric, pipeline: Pipeline, up_bytes: Sequence[int], down_bytes: Sequence[int]
+) -> StepWork:  # fmt: skip
+    """The work of the stages of ``pipeline`` on the fabric's mesh, including what passes between its ranks in the
+    cheapest form (``planner.receivers``). ``up_bytes`` and ``down_bytes`` are the bytes of the whole tensors that each
+    stage sends to the next and to the previous stage."""
     stages = list(work.stages)
     for number in range(len(stages) - 1):
         for source, target, size, sent, kinds in (
             (number, number + 1, up_bytes[number], "sent_up_bytes", ("F",)),
             (number + 1, number, down_bytes[number + 1], "sent_down_bytes", ("B", "I")),
         ):
-            _, crossing = cheapest(fabric, source, target, [_batch(fabric.mesh, source, target, size)])
+            ranks = pipeline.rank_of(source), pipeline.rank_of(target)
+            if ranks[0] == ranks[1]:  # the rank hands the value over
+                continue
+            _, crossing = cheapest(fabric, *ranks, [_batch(fabric.mesh, *ranks, size)])
             stages[source] = msgspec.structs.replace(stages[source], **{sent: crossing.sent_bytes})
             pieces = {
                 kind: (*crossing.gathers, *each) if kind in kinds else each
