@@ -149,7 +149,7 @@ def every_layout(graph: Graph, num_devices: int, most_tp: float) -> Iterator[Lay
             if len(set(sizes)) == 1 or sum(dp * tp for dp, tp in sizes) != num_devices:
                 continue
             for run in runs(Layout(pp=pp), graph.batch_size):
-                if run.chunks == 1 and all(graph.batch_size % (dp * run.microbatches) == 0 for dp, _ in sizes):
+                if all(graph.batch_size % (dp * run.microbatches) == 0 for dp, _ in sizes):
                     unequal = tuple({"dp": dp, "tp": tp} for dp, tp in sizes)
                     for schedule in ("1f1b", "gpipe") if run.schedule == "1f1b" else (run.schedule,):
                         other = msgspec.structs.replace(run, stage_sizes=unequal, schedule=schedule)
@@ -159,7 +159,7 @@ def every_layout(graph: Graph, num_devices: int, most_tp: float) -> Iterator[Lay
 def _with_zero(layout: Layout, dps: Sequence[int]) -> Iterator[Layout]:
     """The layout with all ZeRO stages. Two stages may have different ones; ``dps`` has the dp of each stage."""
     shared = sum(dp > 1 for dp in dps)
-    if len(dps) == shared == 2:
+    if layout.pipeline.num_stages == shared == 2:
         for zeros in itertools.product(ZERO_STAGES, repeat=2):
             yield with_zeros(layout, zeros)
         return
@@ -230,7 +230,7 @@ class EveryPlan:
             return work
         facts = [(own.facts[layers[0]], own.facts[layers[-1]]) for own, layers in zip(works, stages, strict=True)]
         up, down = [last.up_bytes for _, last in facts], [first.down_bytes for first, _ in facts]
-        return with_transfers(work, Fabric(self.cluster, layout.mesh()), up, down)
+        return with_transfers(work, Fabric(self.cluster, layout.mesh()), layout.pipeline, up, down)
 
 
 # --- the search -------------------------------------------------------------------------------------------------------
@@ -436,8 +436,9 @@ devices. The other rows are random models of up to five layers on two or four de
 and with little. Brute force tries all layouts x cuts into stages x submeshes x recomputation of each stage x ZeRO
 stages, with the prices of layers. It lowers the {LOWERED} fastest and simulates them as whole models, as it does with
 the options that the search lowers. Strategies of operators are those of the integer program. Stages of unequal sizes
-have the schedules with one chunk, ``gpipe`` included, and all ZeRO stages. The search decides by estimates which
-options it lowers (docs/decisions/0040-layers-are-priced-once.md), and takes the simplest plan within {ALIKE:.0%}."""
+have all schedules, ``gpipe`` and those with several chunks included, and all ZeRO stages. The search decides by
+estimates which options it lowers (docs/decisions/0040-layers-are-priced-once.md), and takes the simplest plan within
+{ALIKE:.0%}."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -59,6 +59,8 @@ CASES: list[tuple[str, tuple[dict[str, int], ...], dict[str, Any]]] = [
     ("ResNet", (ONE, {"dp": 2}), {}),
     ("GPT", (ONE, {"dp": 2}), {"microbatches": 2, "schedule": "interleaved", "chunks": 2}),
     ("GPT", ({"dp": 2}, {"tp": 1}, {"dp": 2}), {"microbatches": 2, "zero": 3, "stage_zero": (1, 0, 3)}),
+    ("GPT", (ONE, {"tp": 2}), {"microbatches": 3, "schedule": "zb-v", "chunks": 2}),
+    ("T5", ({"dp": 2}, ONE), {"microbatches": 6, "schedule": "dualpipe-v", "chunks": 2}),
 ]
 MORE: list[tuple[str, tuple[dict[str, int], ...], dict[str, Any]]] = [
     ("GPT", ({"tp": 1}, {"dp": 3}), {"microbatches": 2}),
@@ -69,6 +71,8 @@ MORE: list[tuple[str, tuple[dict[str, int], ...], dict[str, Any]]] = [
     ("T5", ({"dp": 3}, {"tp": 1}), {"microbatches": 2}),
     ("ResNet", ({"dp": 3}, ONE), {}),
     ("GPT", ({"dp": 2}, {"dp": 2}, {"dp": 4}), {"microbatches": 3, "zero": 1}),
+    ("GPT", ({"dp": 2}, ONE, ONE), {"microbatches": 6, "schedule": "zb-v", "chunks": 2, "zero": 1}),
+    ("GPT", ({"dp": 3}, {"tp": 1}), {"microbatches": 4, "schedule": "dualpipe-v", "chunks": 2, "recompute": "full"}),
 ]
 """Other numbers of ranks for techniques that ``CASES`` has."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from functools import cache
@@ -34,8 +35,11 @@ from meshwright.planner.explicit import Ask, plan_layout
 from meshwright.planner.foretell import foretell
 from meshwright.planner.inter_op.assemble import assemble
 from meshwright.planner.inter_op.chain import chain_of
+from meshwright.planner.inter_op.chunked import ChunkedStages
 from meshwright.planner.inter_op.layer_work import LayerPrices
-from meshwright.planner.inter_op.stage_homes import with_transfers
+from meshwright.planner.inter_op.pipelines import Pipelines
+from meshwright.planner.inter_op.rounds import periods
+from meshwright.planner.inter_op.stage_homes import StageHomes, with_transfers
 from meshwright.planner.layout_search import Search
 from meshwright.planner.time_limit import TimeLimit
 from meshwright.planner.unlike_stages import UnlikeStages
@@ -103,46 +107,50 @@ def program_of(tied: bool, plan: bytes) -> tuple[Program, ...]:
 # --- prices of unequal stages ----------------------------------------------------------------------------------------
 
 STAGES = [
-    ({"dp": 2}, {"dp": 2}, {"dp": 4}),
-    ({"tp": 2}, {"dp": 2, "tp": 2}, {"dp": 2}),
-    ({"dp": 1}, {"dp": 2}, {"tp": 4}, {"dp": 1}),
+    mw.Layout(pp=3, stage_sizes=({"dp": 2}, {"dp": 2}, {"dp": 4})),
+    mw.Layout(pp=3, stage_sizes=({"tp": 2}, {"dp": 2, "tp": 2}, {"dp": 2})),
+    mw.Layout(pp=4, stage_sizes=({"dp": 1}, {"dp": 2}, {"tp": 4}, {"dp": 1})),
+    mw.Layout(pp=2, stage_sizes=({"dp": 4}, {"dp": 2, "tp": 2}), schedule="zb-v", chunks=2),
+    mw.Layout(pp=2, stage_sizes=({"tp": 2}, {"dp": 2}), schedule="interleaved", chunks=3),
 ]
 
 
 def priced() -> Iterator[object]:
-    """Stages, clusters and heads. All pairs of them meet."""
+    """Layouts, clusters and heads. All pairs of them meet."""
     clusters = {"cpu": CPU, "alike": ALIKE, "slow box": SLOW_BOX}
-    for number, sizes in enumerate(STAGES):
+    for number, layout in enumerate(STAGES):
         for index, (name, cluster) in enumerate(clusters.items()):
             for tied in (False, True):
                 marks = () if (number + index) % 2 == tied else (pytest.mark.product,)
                 head = "tied" if tied else "own head"
-                yield pytest.param(sizes, cluster, tied, marks=marks, id=f"{head}, {name}, {sizes}")
+                yield pytest.param(layout, cluster, tied, marks=marks, id=f"{head}, {name}, {layout_text(layout)}")
 
 
-@pytest.mark.parametrize(("sizes", "cluster", "tied"), list(priced()))
+@pytest.mark.parametrize(("layout", "cluster", "tied"), list(priced()))
 def test_assembled_unequal_stages_cost_what_the_program_of_the_model_costs(
-    sizes: tuple[dict[str, int], ...], cluster: Cluster, tied: bool
+    layout: mw.Layout, cluster: Cluster, tied: bool
 ) -> None:
     graph = gpt(tied=tied)
-    layout = mw.Layout(pp=len(sizes), microbatches=4, stage_sizes=sizes)
-    mesh = layout.mesh()
+    layout = msgspec.structs.replace(layout, microbatches=4)
+    mesh, stages = layout.mesh(), layout.pipeline.num_stages
     chain = chain_of(graph, part_of(cluster, range(8)), 8)
     count, lower = len(chain.layers), PlanLowering(chain.graph)
-    ranges = [range(number * count // len(sizes), (number + 1) * count // len(sizes)) for number in range(len(sizes))]
-    works = []
-    for number, own in enumerate(sizes):
-        prices = LayerPrices(chain, stage_cluster(cluster, mesh, number), lower, ADAMW, False, 8)
-        works.append(prices.of(mw.Layout(pp=2, microbatches=4, **own)))  # type: ignore[arg-type]
+    ranges = [range(number * count // stages, (number + 1) * count // stages) for number in range(stages)]
+    prices = [
+        LayerPrices(chain, stage_cluster(cluster, mesh, rank), lower, ADAMW, False, 8)
+        for rank in range(mesh.num_stages)
+    ]
+    works = [prices[rank].of(layout.of_stage(rank)) for rank in map(layout.pipeline.rank_of, range(stages))]
     assembled = assemble(works, chain.priced(ranges), layout.pipeline, ADAMW, accumulates=True)
     facts = [[of.facts[layer] for layer in layers] for of, layers in zip(works, chain.priced(ranges), strict=True)]
     assembled = with_transfers(
-        assembled, Fabric(cluster, mesh), [each[-1].up_bytes for each in facts], [each[0].down_bytes for each in facts]
-    )
+        assembled, Fabric(cluster, mesh), layout.pipeline,
+        [each[-1].up_bytes for each in facts], [each[0].down_bytes for each in facts],
+    )  # fmt: skip
 
     whole = lowering(tied)
     ask = Ask(explains=False, lower=whole, fits_buckets=False, firsts=chain.firsts_of(ranges))
-    plan = plan_layout(graph, layout, world_size=8, cluster=cluster, ask=ask)
+    plan = plan_layout(graph, layout, world_size=layout.num_ranks, cluster=cluster, ask=ask)
     text = encode_json(msgspec.structs.replace(plan, cluster="any", links={}, notes=()))
     real = step_work(program_of(tied, text), plan, cluster, optimizer=ADAMW)
     for stage, real_stage in zip(assembled.stages, real.stages, strict=True):
@@ -301,3 +309,88 @@ def test_equal_stages_are_cut_for_the_devices_where_they_lie() -> None:
             ratios[option.layout.schedule].append(seconds[1] / seconds[0])
     assert all(each and max(each) < 1 for each in ratios.values()), ratios
     assert min(ratios["1f1b"]) < 0.92
+
+
+# --- several chunks for each rank ------------------------------------------------------------------------------------
+
+
+def pairs_at_two_speeds() -> tuple[Cluster, Graph]:
+    """Two fast and two slow devices, and a model of twelve blocks."""
+    config = GPTConfig(layers=12, width=1024, heads=8, vocabulary=1024, sequence_length=512, tied_head=False)
+    with torch.device("meta"):
+        model = GPT(config)
+        tokens = torch.zeros(BATCH, config.sequence_length, dtype=torch.int64)
+    graph = mw.capture(model, language_model_loss, {"tokens": tokens, "targets": tokens})
+    return boxes(FAST, scaled(FAST, 0.5), box=PAIR), graph
+
+
+def test_unequal_stages_with_two_chunks_for_each_rank_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, graph = pairs_at_two_speeds()
+    space = Space(
+        schedules=("zb-h2", "zb-v"), recompute=("none",), zero=(0,), fewest=4, holds=lambda shape: shape.pp == 2
+    )
+    clock = TimeLimit(None, lambda what: None)
+    search = Search(graph, 4, cluster, PlanLowering, ADAMW, False, math.inf, "both", False, clock, space=space)
+    search.run()
+    plan = search.best()
+    assert plan.layout.stage_sizes
+    assert (plan.layout.schedule, plan.layout.chunks) == ("zb-v", 2)
+    monkeypatch.setattr(ChunkedStages, "options", lambda self, fastest: [])
+    without = search.best()
+    assert plan.prediction is not None
+    assert without.prediction is not None
+    assert plan.prediction.step_s < 0.99 * without.prediction.step_s
+
+
+def chunked_on(cluster: Cluster, memory_bytes: float, clock: TimeLimit) -> ChunkedStages:
+    ranks = cluster.num_devices
+    slowest = part_of(cluster, range(ranks))
+    chain = chain_of(gpt(), slowest, ranks)
+    prices = LayerPrices(chain, slowest, lower := PlanLowering(chain.graph), ADAMW, False, ranks)
+    homes = StageHomes(cluster, ranks, Pipelines(prices, memory_bytes), lower, memory_bytes)
+    return ChunkedStages(homes, BATCH, Space(), clock)
+
+
+V_OF_TWO = mw.Layout(pp=2, stage_sizes=({"dp": 2}, {"tp": 2}), microbatches=4, schedule="zb-v", chunks=2)
+IN_A_CIRCLE = msgspec.structs.replace(V_OF_TWO, schedule="interleaved")
+TWO_SPEEDS = boxes(FAST, scaled(FAST, 0.5), box=PAIR)
+
+
+@pytest.mark.parametrize("layout", [V_OF_TWO, IN_A_CIRCLE], ids=layout_text)
+def test_borders_are_moved_until_the_step_is_nearly_the_shortest_of_all_cuts(layout: mw.Layout) -> None:
+    chunked = chunked_on(TWO_SPEEDS, math.inf, TimeLimit(None, lambda what: None))
+    even = chunked._placed(layout, math.inf)
+    assert even is not None
+    placed = chunked._improved(even)
+    count, steps = len(chunked.homes.of_all.chain.layers), []
+    for cut in itertools.combinations(range(1, count), 3):
+        stages = [range(first, end) for first, end in itertools.pairwise([0, *cut, count])]
+        other = chunked.homes.placed(layout, stages, placed.recompute)
+        assert other is not None
+        steps.append(other.step_s)
+    assert placed.step_s <= even.step_s
+    assert placed.step_s < 1.02 * min(steps)
+    assert chunked._placed(layout, 0.5 * min(steps)) is None, "a rank is busy for longer"
+
+
+def test_both_chunks_of_a_rank_recompute_where_memory_is_short() -> None:
+    clock = TimeLimit(None, lambda what: None)
+    roomy = chunked_on(TWO_SPEEDS, math.inf, clock)._placed(V_OF_TWO, math.inf)
+    assert roomy is not None
+    full = max(rank.peak_bytes for rank in peak_memory(roomy.work, periods(V_OF_TWO)[0]))
+    chunked = chunked_on(TWO_SPEEDS, full - 1, clock)
+    placed = chunked.homes.lightest(V_OF_TWO, roomy.stages)
+    assert placed is not None
+    assert set(placed.recompute) != {"none"}
+    least = chunked_on(TWO_SPEEDS, 1.0, clock)
+    assert least.homes.lightest(V_OF_TWO, roomy.stages) is None
+
+
+def test_no_chunks_are_simulated_when_time_is_over_or_the_work_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = chunked_on(TWO_SPEEDS, math.inf, TimeLimit(None, lambda what: None, lambda: True))
+    assert over._placed(V_OF_TWO, math.inf) is None
+    chunked = chunked_on(TWO_SPEEDS, math.inf, TimeLimit(None, lambda what: None))
+    even = chunked._placed(V_OF_TWO, math.inf)
+    assert even is not None
+    monkeypatch.setattr("meshwright.planner.inter_op.chunked.MOST_SIMULATED", 1)
+    assert chunked._improved(even) is even

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from meshwright.planner.inter_op.balance import balanced
+from meshwright.planner.inter_op.chunked import proportional
 from meshwright.planner.inter_op.rounds import spans
 from meshwright.planner.inter_op.stage_prices import Floats
 
@@ -53,3 +54,10 @@ def test_random_layers_come_close_to_the_best_of_all_cuts(ranks: list[int]) -> N
         assert most_busy(stages, ranks, busy) <= most_busy(start, ranks, busy)
         ratios.append(most_busy(stages, ranks, busy) / min(most_busy(cut, ranks, busy) for cut in every))
     assert float(np.mean(ratios)) <= 1.05
+
+
+def test_layers_are_first_divided_by_the_speeds_of_the_stages() -> None:
+    busy = [spans(np.ones(8) * seconds) for seconds in (1.0, 3.0, 3.0, 1.0)]
+    assert proportional(busy) == [0, 3, 4, 5]
+    heavy = [spans(np.array([1.0] * 7 + [100.0]))] * 4
+    assert proportional(heavy) == [0, 5, 6, 7], "every stage has a layer"

@@ -18,6 +18,7 @@ from meshwright.ir.program import Lower
 from meshwright.planner.candidates import EVERYTHING, Only, Space, divisors
 from meshwright.planner.inter_op.balance import balanced, busiest
 from meshwright.planner.inter_op.best_first import MOST_MICROBATCHES, MOST_RANKS, BestFirst
+from meshwright.planner.inter_op.chunked import ChunkedStages
 from meshwright.planner.inter_op.option import REFUSALS, Option
 from meshwright.planner.inter_op.pipelines import Pipelines
 from meshwright.planner.inter_op.recut import Recut
@@ -63,6 +64,7 @@ class UnlikeStages:
         options = [*fastest, *self._uneven(fastest[:AKIN]), *cut, *self._unequal(fastest[:AKIN])]
         options.sort(key=lambda option: option.likely_s)
         simulated = self._best_first(options[0])
+        simulated += self._chunked(sorted([*simulated, *options], key=lambda option: option.likely_s))
         named = {option.name: option for option in reversed(options)}
         for option in simulated:
             known = named.get(option.name)
@@ -208,6 +210,13 @@ class UnlikeStages:
         options = search.options(simulated_s(best.layout, best.work, self.cluster))
         self.stopped = search.stopped
         return options
+
+    def _chunked(self, fastest: Sequence[Option]) -> list[Option]:
+        """Options of unequal stages with several chunks for each rank, made from the fastest with one chunk."""
+        if self.only == "intra" or self.clock.over or not set(CHUNKED) & set(self.space.schedules):
+            return []
+        self.clock.say("simulating unequal stages with several chunks")
+        return ChunkedStages(self.homes, self.batch, self.space, self.clock).options(fastest)
 
     @property
     def _most_ranks(self) -> int:

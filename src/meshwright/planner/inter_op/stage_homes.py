@@ -16,6 +16,7 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.layout import RECOMPUTE, Layout, Recompute
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.part import part_of, pools_of
+from meshwright.ir.pipeline import Pipeline
 from meshwright.ir.placement import Placements, Shard
 from meshwright.ir.program import Lower
 from meshwright.planner.inter_op.layer_work import LayerPrices
@@ -121,24 +122,23 @@ class StageHomes:
 
         Raises: the errors of ``works``; ScheduleError: the schedule is not defined for the number of micro-batches.
         """
-        kinds, every, zeros = (
-            [self.of_all.kinds[0]] * len(stages),
-            self.of_all.kinds,
-            [min(least_zero, layout.zero)] * len(stages),
-        )
+        every, zeros = self.of_all.kinds, [min(least_zero, layout.zero)] * len(stages)
+        kinds = [every[0]] * len(stages)
         while True:
             own = with_zeros(layout, zeros)
             work = self._assembled(own, stages, kinds)
             full = self._too_full(own, work)
             if not full:
                 return PlacedPipeline(own, stages, tuple(kinds), work, simulated_s(own, work, self.cluster))
-            fullest = full[0]
-            if zeros[fullest] != layout.zero:
-                zeros[fullest] = layout.zero
-            elif kinds[fullest] == every[-1]:
+            held = layout.pipeline.stages_of(full[0])
+            whole = next((stage for stage in held if zeros[stage] != layout.zero), None)
+            least = min(held, key=lambda stage: every.index(kinds[stage]))
+            if whole is not None:
+                zeros[whole] = layout.zero
+            elif kinds[least] == every[-1]:
                 return None
             else:
-                kinds[fullest] = every[every.index(kinds[fullest]) + 1]
+                kinds[least] = every[every.index(kinds[least]) + 1]
 
     def placed(self, layout: Layout, stages: Sequence[range], kinds: Sequence[Recompute]) -> PlacedPipeline | None:
         """The pipeline with these stages and kinds of recomputation; None if it does not fit in memory.
@@ -171,7 +171,7 @@ class StageHomes:
         ends = [(of.facts[layers[0]], of.facts[layers[-1]])
                 for of, layers in zip(works, self.of_all.chain.priced(stages), strict=True)]  # fmt: skip
         return with_transfers(
-            work, Fabric(self.cluster, layout.mesh()),
+            work, Fabric(self.cluster, layout.mesh()), layout.pipeline,
             [last.up_bytes for _, last in ends], [first.down_bytes for first, _ in ends],
         )  # fmt: skip
 
@@ -197,17 +197,22 @@ def of_sizes(layout: Layout, sizes: Sequence[tuple[int, int]]) -> Layout:
     return msgspec.structs.replace(layout, pp=len(sizes), stage_sizes=tuple({"dp": dp, "tp": tp} for dp, tp in sizes))
 
 
-def with_transfers(work: StepWork, fabric: Fabric, up_bytes: Sequence[int], down_bytes: Sequence[int]) -> StepWork:
-    """The work of the stages of the fabric's mesh, including what passes between them in the cheapest form
-    (``planner.receivers``). ``up_bytes`` and ``down_bytes`` are the bytes of the whole tensors that each stage sends to
-    the next and to the previous stage."""
+def with_transfers(
+    work: StepWork, fabric: Fabric, pipeline: Pipeline, up_bytes: Sequence[int], down_bytes: Sequence[int]
+) -> StepWork:  # fmt: skip
+    """The work of the stages of ``pipeline`` on the fabric's mesh, including what passes between its ranks in the
+    cheapest form (``planner.receivers``). ``up_bytes`` and ``down_bytes`` are the bytes of the whole tensors that each
+    stage sends to the next and to the previous stage."""
     stages = list(work.stages)
     for number in range(len(stages) - 1):
         for source, target, size, sent, kinds in (
             (number, number + 1, up_bytes[number], "sent_up_bytes", ("F",)),
             (number + 1, number, down_bytes[number + 1], "sent_down_bytes", ("B", "I")),
         ):
-            _, crossing = cheapest(fabric, source, target, [_batch(fabric.mesh, source, target, size)])
+            ranks = pipeline.rank_of(source), pipeline.rank_of(target)
+            if ranks[0] == ranks[1]:  # the rank hands the value over
+                continue
+            _, crossing = cheapest(fabric, *ranks, [_batch(fabric.mesh, *ranks, size)])
             stages[source] = msgspec.structs.replace(stages[source], **{sent: crossing.sent_bytes})
             pieces = {
                 kind: (*crossing.gathers, *each) if kind in kinds else each
