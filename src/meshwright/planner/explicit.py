@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import msgspec
 
@@ -58,15 +59,11 @@ class Ask:
     sizes are chosen (default: the device's memory). ``known`` caches solutions of the integer program. ``learned`` has
     solutions that other processes found; these cannot be explained. ``firsts``: the first operators of all stages
     except the first stage (None: ``choose_cut`` chooses the cut). ``recompute``: the kind of recomputation of each
-    stage, if stages differ. ``alike`` maps a layout to the layout whose strategies it uses (None: each layout has its
-    own strategies). ``costs``: the cost model of the integer program (None: the model of the cluster).
-    ``parameter_bytes``: the limit on the parameters that a rank stores between steps, which the integer program must
-    respect. ``factors``: ranks gather the factors of dense layers' gradients, as with ``codec="factors"``. ``times``:
-    measured times of the algorithms of convolutions. ``receives``: choose the ranks that receive together.
-
-    ``lower`` makes programs. From the costs of programs, the planner chooses the strategies for ``tp``, mixed axes and
-    pins, the bucket sizes, and the convolutions that compute their interior rows first (``planner.interiors``).
-    """
+    stage, if stages differ. ``alike`` maps a layout to the layout whose strategies it uses. ``costs``: the cost model
+    of the integer program. ``parameter_bytes``: the limit on the parameters that a rank stores between steps, which the
+    integer program must respect. ``factors``: as ``codec="factors"``. ``times``: measured times of the algorithms of
+    convolutions. ``receives``: choose the ranks that receive together. ``lower`` makes programs. Their costs decide
+    strategies, bucket sizes, and which convolutions compute their interior rows first."""
 
     explains: bool = True
     memory_bytes: float | None = None
@@ -122,14 +119,14 @@ def adapt_plan(plan: Plan, graph: Graph) -> Plan:
 
 def _planned(graph: Graph, layout: Layout, cluster: Cluster | None, base: Plan | None, ask: Ask) -> Plan:
     """The plan of a layout. If stages have different sizes, it is joined from one plan for each pipeline rank."""
-    if not layout.stage_sizes:
-        if cluster is not None and not cluster.homogeneous:  # equal stages are split for the slowest device
-            cluster = part_of(cluster, range(layout.num_ranks))
-        planner = _Planner(graph, layout, cluster, base, ask)
-        if base is not None or cluster is None or ask.lower is None or not ask.fits_buckets:
+    if not layout.stage_sizes:  # equal stages are split for the slowest device
+        slowest = cluster if cluster is None or cluster.homogeneous else part_of(cluster, range(layout.num_ranks))
+        planner, lower = _Planner(graph, layout, slowest, base, ask), ask.lower
+        if base is not None or cluster is None or slowest is None or lower is None or not ask.fits_buckets:
             return planner.plan()
-        other, room = _Planner(graph, layout, cluster, None, replace(ask, factors=True)), planner.room_bytes(cluster)
-        return better_by_factors(planner.plan(), other.plan, graph, cluster, ask.lower, ask.optimizer, room)
+        other, room = _Planner(graph, layout, slowest, None, replace(ask, factors=True)), planner.room_bytes(slowest)
+        plain, gathering = (partial(_completed, each, cluster, lower, ask, room) for each in (planner, other))
+        return better_by_factors(plain(), gathering, graph, slowest, lower, ask.optimizer, room)
     shared = between_sizes(graph, layout, _cut_of(graph, layout, cluster, ask)) if base is None else frozenset()
     lower = ask.lower if base is None and ask.fits_buckets else None
     ask = replace(ask, whole=ask.whole | shared, fits_buckets=False)  # each of these plans serves some stages only
@@ -147,6 +144,12 @@ def _planned(graph: Graph, layout: Layout, cluster: Cluster | None, base: Plan |
     if cluster is None or lower is None or not graph.gradients:
         return plan
     return look_ahead(lower, plan, cluster, ask.optimizer, min(rooms))
+
+
+def _completed(planner: "_Planner", cluster: Cluster, lower: Lower, ask: Ask, room: float) -> Plan:
+    """The plan of ``planner``, with what the devices of all stages decide."""
+    plan = with_pieces(lower, planner.plan(), planner.graph, cluster)
+    return look_ahead(lower, plan, cluster, ask.optimizer, room) if planner.graph.gradients else plan
 
 
 def _cut_of(graph: Graph, layout: Layout, cluster: Cluster | None, ask: Ask) -> tuple[str, ...]:
@@ -241,9 +244,7 @@ class _Planner:
         if self.cluster is None or self.lower is None or not self.ask.fits_buckets:
             return undecided(BucketCodecs(self.mesh, self.cluster).of(plan), self.cluster)
         room = self.room_bytes(self.cluster)
-        plan = fit_buckets(self.lower, plan, self.cluster, reduced, gathered, self.ask.optimizer, room)
-        plan = with_pieces(self.lower, plan, graph, self.cluster)
-        return look_ahead(self.lower, plan, self.cluster, self.ask.optimizer, room) if graph.gradients else plan
+        return fit_buckets(self.lower, plan, self.cluster, reduced, gathered, self.ask.optimizer, room)
 
     def room_bytes(self, cluster: Cluster) -> float:
         """The memory, in bytes, for live tensors on a rank."""

@@ -18,6 +18,7 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.kernel import Kernel
 from meshwright.ir.operator_algorithm import in_pieces
+from meshwright.ir.part import stage_cluster
 from meshwright.ir.plan import Note, Plan, starred
 from meshwright.ir.program import Collective, Lower, Node, Phase
 
@@ -61,20 +62,25 @@ def with_pieces(
     stages whose products are considered; None: all stages."""
     if all(size < 2 for axis, size in plan.mesh.sizes.items() if axis not in ("dp", "pp")):
         return plan
-    costs, groups = PieceCosts(plan.mesh, cluster), defaultdict[tuple[str, bool], list[Pair]](list)
     phases = _phases(lower, plan, stages)
-    for phase in phases:
+    costs = {
+        stage: PieceCosts(plan.mesh, stage_cluster(cluster, plan.mesh, plan.pipeline.rank_of(stage)))
+        for stage in {stage for stage, _ in phases}
+    }
+    groups = defaultdict[tuple[str, bool], list[tuple[Pair, PieceCosts]]](list)
+    for stage, phase in phases:
         for pair in pairs(phase):
-            if costs.hides(pair.collective):
-                groups[pair.group].append(pair)
-    chosen = {group: best for group, members in groups.items() if (best := _fastest(members, costs)) is not None}
+            if costs[stage].hides(pair.collective):
+                groups[pair.group].append((pair, costs[stage]))
+    chosen = {group: best for group, members in groups.items() if (best := _fastest(members)) is not None}
     if not chosen:
         return plan
     divided = _divided(plan, graph, {group: pieces for group, (pieces, _) in chosen.items()})
     # Shifts cannot be part of a graph of kernels, so the host launches each kernel of the pieces. In plain form, graphs
     # can launch the kernels.
-    before = sum(costs.played_s(phase.nodes) for phase in phases)
-    if sum(costs.launched_s(phase.nodes) for phase in _phases(lower, divided, stages)) >= before:
+    before = sum(costs[stage].played_s(phase.nodes) for stage, phase in phases)
+    after = sum(costs[stage].launched_s(phase.nodes) for stage, phase in _phases(lower, divided, stages))
+    if after >= before:
         return plan
     notes = [
         Note(module=f"{module}{' (backward)' * backward}", split=in_pieces(pieces), reason=reason)
@@ -83,9 +89,10 @@ def with_pieces(
     return msgspec.structs.replace(divided, notes=(*divided.notes, *notes))
 
 
-def _phases(lower: Lower, plan: Plan, stages: Collection[int] | None) -> list[Phase]:
+def _phases(lower: Lower, plan: Plan, stages: Collection[int] | None) -> list[tuple[int, Phase]]:
+    """All phases, each with the number of its stage."""
     programs = lower(plan) if stages is None else lower.variants([plan], stages)[0]
-    return [phase for program in programs for phase in program.phases]
+    return [(program.stage, phase) for program in programs for phase in program.phases]
 
 
 def pairs(phase: Phase) -> Iterator[Pair]:
@@ -135,15 +142,16 @@ def _scatter_of(product: Node, readers: Mapping[str, list[Node]]) -> Collective 
     return None
 
 
-def _fastest(members: list[Pair], costs: PieceCosts) -> tuple[int, str] | None:
-    """The number of pieces that is fastest for these products, with the reason; None if the plain form is."""
-    plain_s = sum(costs.whole_s(pair.product, pair.collective) for pair in members)
+def _fastest(members: list[tuple[Pair, PieceCosts]]) -> tuple[int, str] | None:
+    """The number of pieces that is fastest for these products on their devices, with the reason; None if the plain form
+    is."""
+    plain_s = sum(costs.whole_s(pair.product, pair.collective) for pair, costs in members)
     times = {}
     for chunks in CHUNKS:
-        numbers = {chunks * pair.collective.size for pair in members}
-        rows = min(pair.rows for pair in members)
+        numbers = {chunks * pair.collective.size for pair, _ in members}
+        rows = min(pair.rows for pair, _ in members)
         if len(numbers) == 1 and (pieces := numbers.pop()) <= rows:
-            times[pieces] = sum(costs.pieces_s(pair.product, pair.collective, pieces) for pair in members)
+            times[pieces] = sum(costs.pieces_s(pair.product, pair.collective, pieces) for pair, costs in members)
     if not times:
         return None
     best = min(times, key=times.__getitem__)

@@ -30,6 +30,8 @@ from meshwright.planner.time_limit import TimeLimit
 
 AKIN = 3
 """The number of fastest layouts from which such options are made."""
+NUM_LARGER = 16
+"""The number of fastest options that are also estimated with larger buckets."""
 MOST_UNEQUAL = 128
 """The largest number of ranks for which stages with different numbers of ranks are considered."""
 NOT_ALL = Note(
@@ -59,7 +61,8 @@ class UnlikeStages:
     def options(self, fastest: Sequence[Option]) -> list[Option]:
         """``fastest``, the options of the search with the fastest first, and others that may be faster, sorted again.
         Of options with equal layouts, the fastest is kept. A pipeline that was compared by simulation replaces an
-        estimate if it is no slower in the simulation."""
+        estimate if it is no slower in the simulation. The ``NUM_LARGER`` fastest are estimated with the best of several
+        sizes of buckets."""
         cut = [] if self.cluster.homogeneous else self._cut_for_devices(fastest)
         options = [*fastest, *self._uneven(fastest[:AKIN]), *cut, *self._unequal(fastest[:AKIN])]
         options.sort(key=lambda option: option.likely_s)
@@ -70,7 +73,10 @@ class UnlikeStages:
             known = named.get(option.name)
             if known is None or option.step_s <= simulated_s(known.layout, known.work, self.cluster):
                 named[option.name] = option
-        return sorted(named.values(), key=lambda option: option.likely_s)
+        every = sorted(named.values(), key=lambda option: option.likely_s)
+        for place, option in enumerate(every[:NUM_LARGER]):
+            every[place] = option if self.clock.over else self.homes.with_larger_buckets(option)
+        return sorted(every, key=lambda option: option.likely_s)
 
     @cached_property
     def homes(self) -> StageHomes:

@@ -24,14 +24,15 @@ _LATE = (ActionKind.B.value, ActionKind.I.value, ActionKind.W.value, _REDUCE)
 
 class JoinedPieces(NamedTuple):
     """The pieces of work of a stage that consists of several layers. ``ends`` are the sums of gradients after the
-    schedule. ``update`` updates the parameters of all layers. ``has_sums``: gradients are summed over ranks."""
+    schedule. ``update`` updates the parameters of all layers. ``bucket_bytes`` is the size of buckets of gradients; 0:
+    gradients are not summed over ranks."""
 
     works: tuple[StageWork, ...]
     pieces: dict[str, tuple[Piece, ...]]
     before: tuple[Piece, ...]
     ends: tuple[Piece, ...]
     update: Compute
-    has_sums: bool
+    bucket_bytes: int
 
 
 Known = dict[object, JoinedPieces]
@@ -41,13 +42,14 @@ Known = dict[object, JoinedPieces]
 def assemble(
     variants: Sequence[LayerWorks], stages: Sequence[Sequence[int]], pipeline: Pipeline, optimizer: OptimizerCost,
     *, accumulates: bool, known: Known | None = None, codecs: PieceCodecs | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> StepWork:  # fmt: skip
     """The work of a step whose stages consist of the given priced layers. ``variants`` has the layer works of each
     stage.
 
     ``accumulates``: gradients are summed over several micro-batches. Otherwise, the gradient of a layer lives only from
     the layer's backward on, when the saved values of later layers are already free. ``known`` has the pieces that
-    earlier calls joined. ``codecs`` chooses the codecs for sums of gradients.
+    earlier calls joined. ``codecs`` chooses the codecs for sums of gradients. Buckets have at most ``bucket_bytes``.
     """
     before = known if known is not None else {}
     shared = variants[0].shared
@@ -67,9 +69,9 @@ def assemble(
         first, last = number < count, number + count >= len(stages)
         key = (works, tuple(layers), first, last, rank if last else -1)
         if key not in assembled:
-            same = id(works.works), tuple(layers), frozenset(own)
+            same = id(works.works), tuple(layers), frozenset(own), bucket_bytes
             if same not in before:
-                before[same] = _pieces_of(works, layers, own, codecs)
+                before[same] = _pieces_of(works, layers, own, _Buckets(works.mesh, codecs, bucket_bytes))
             stage = _joined(works, layers, before[same], optimizer, first_chunk=first, accumulates=accumulates)
             if count > 1 and last:
                 ends = [
@@ -90,19 +92,16 @@ def _tells_loss(piece: Piece) -> bool:
     return isinstance(piece, Communicate) and piece.collective == "broadcast"
 
 
-def _pieces_of(
-    works: LayerWorks, layers: Sequence[int], own: Container[str], codecs: PieceCodecs | None
-) -> JoinedPieces:
+def _pieces_of(works: LayerWorks, layers: Sequence[int], own: Container[str], buckets: "_Buckets") -> JoinedPieces:
     """The pieces of a stage of several layers. ``own`` are the shared parameters that no other stage reads."""
     parts = [_named(work, number) for number, work in enumerate(_with_one_sum(works, layers, own))]
-    buckets = _Buckets(works.mesh, codecs)
     return JoinedPieces(
         works=works.works,
         pieces={kind: launched(buckets.filled(_in_order(parts, kind))) for kind in parts[0].pieces},
         ends=buckets.filled(piece for part in reversed(parts) for piece in part.after if is_sum(piece)),
         before=launched(_before(parts, [works.facts[layer] for layer in layers], buckets)),
         update=_update([_computing("update", part.after) for part in parts]),
-        has_sums=buckets.has_sums,
+        bucket_bytes=buckets.num_bytes if buckets.has_sums else 0,
     )
 
 
@@ -118,7 +117,7 @@ def _joined(
     trained = sum(fact.trained_bytes for fact in facts)
     trained_once = trained - sum(shared.gradient_bytes * more for shared, more in repeated)
     if not accumulates:
-        workspace = _most_bytes(parts, facts, trained_once, joined.has_sums) - saved
+        workspace = _most_bytes(parts, facts, trained_once, joined.bucket_bytes) - saved
     return StageWork(
         pieces=joined.pieces,
         before=joined.before,
@@ -162,11 +161,11 @@ def _held_bytes(
     return total - sum(shared.held_bytes(on_device, accumulates) * more for shared, more in repeated)
 
 
-def _most_bytes(parts: Sequence[StageWork], facts: Sequence[LayerFacts], total: int, has_sums: bool) -> int:
+def _most_bytes(parts: Sequence[StageWork], facts: Sequence[LayerFacts], total: int, bucket_bytes: int) -> int:
     """The largest number of bytes of saved values, gradients and workspace while a stage runs backward for its only
     micro-batch. ``total`` is the bytes of all gradients. A bucket exists from its first gradient on."""
     saved = sum(part.saved_bytes for part in parts)
-    most, gradients = 0, BUCKET_BYTES if has_sums else 0
+    most, gradients = 0, bucket_bytes
     for part, fact in zip(reversed(parts), reversed(facts), strict=True):
         gradients += fact.trained_bytes
         most = max(most, min(gradients, total) + saved + part.workspace_bytes)
@@ -293,13 +292,13 @@ class _Buckets:
     """Joins sums of gradients, or gathers of parameters, that share a bucket in the program of a stage. ``has_sums``:
     at least one sum was joined. Each joined sum uses the best codec of ``codecs``."""
 
-    def __init__(self, mesh: Mesh, codecs: PieceCodecs | None) -> None:
-        self.has_sums = False
+    def __init__(self, mesh: Mesh, codecs: PieceCodecs | None, num_bytes: int) -> None:
+        self.has_sums, self.num_bytes = False, num_bytes
         self._mesh, self._codecs = mesh, codecs
         self._joined: set[str] = set()
 
     def filled(self, pieces: Iterable[Piece]) -> tuple[Piece, ...]:
-        """The pieces, with collectives joined up to ``BUCKET_BYTES``. A joined sum runs where its last gradient is
+        """The pieces, with collectives joined up to ``num_bytes``. A joined sum runs where its last gradient is
         ready, and a joined gather where its first parameter is read. The waits of the joined collectives are left
         out."""
         result: list[Piece | None] = []
@@ -317,7 +316,7 @@ class _Buckets:
             self.has_sums = self.has_sums or sums
             key = (sums, piece.collective, piece.axis, piece.blocking)
             last = result[opened[key]] if key in opened else None
-            if not isinstance(last, Communicate) or last.bytes + piece.bytes > BUCKET_BYTES:
+            if not isinstance(last, Communicate) or last.bytes + piece.bytes > self.num_bytes:
                 opened[key] = len(result)
                 result.append(piece)
                 continue

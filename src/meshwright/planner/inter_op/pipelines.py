@@ -16,6 +16,7 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.layout import RECOMPUTE, Layout, Recompute, ZeroStage
 from meshwright.ir.pipeline import Pipeline
 from meshwright.ir.schedule import ActionKind
+from meshwright.planner.buckets import BUCKET_BYTES
 from meshwright.planner.inter_op.assemble import Known, assemble, is_sum
 from meshwright.planner.inter_op.balance import balanced
 from meshwright.planner.inter_op.known_cuts import KnownCuts
@@ -234,11 +235,16 @@ class Pipelines:
             name: getattr(first, name) + steps * (getattr(second, name) - getattr(first, name)) for name in fields
         })  # fmt: skip
 
-    def assembled(self, layout: Layout, stages: Sequence[Sequence[int]], works: Sequence[LayerWorks]) -> StepWork:
-        """The work of a step whose stages have these layers. ``works`` has the layer works of each stage."""
+    def assembled(
+        self, layout: Layout, stages: Sequence[Sequence[int]], works: Sequence[LayerWorks],
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> StepWork:  # fmt: skip
+        """The work of a step whose stages have these layers. ``works`` has the layer works of each stage. Buckets have
+        at most ``bucket_bytes``."""
         return assemble(
             works, self.chain.priced(stages), layout.pipeline, self.prices.optimizer,
             accumulates=layout.microbatches > 1, known=self._joined, codecs=self.prices.codecs,
+            bucket_bytes=bucket_bytes,
         )  # fmt: skip
 
     def _check(self, layout: Layout) -> None:

@@ -19,12 +19,16 @@ from meshwright.ir.part import part_of, pools_of
 from meshwright.ir.pipeline import Pipeline
 from meshwright.ir.placement import Placements, Shard
 from meshwright.ir.program import Lower
+from meshwright.planner.buckets import BUCKET_BYTES
 from meshwright.planner.inter_op.layer_work import LayerPrices
 from meshwright.planner.inter_op.option import Option, stage_layout, with_zeros
 from meshwright.planner.inter_op.pipelines import Pipelines
 from meshwright.planner.inter_op.rounds import periods, simulated_s
 from meshwright.planner.inter_op.works import LayerWorks
 from meshwright.planner.receivers import cheapest
+
+BUCKETS = (BUCKET_BYTES, 4 * BUCKET_BYTES, 16 * BUCKET_BYTES)
+"""The sizes of buckets for which the fastest options are estimated."""
 
 
 @dataclass(frozen=True)
@@ -163,9 +167,25 @@ class StageHomes:
             memory=max(peak_memory(work, periods(layout)[0]), key=lambda rank: rank.peak_bytes),
         )
 
-    def _assembled(self, layout: Layout, stages: Sequence[range], kinds: Sequence[Recompute]) -> StepWork:
+    def with_larger_buckets(self, option: Option) -> Option:
+        """The option with an estimate for the fastest of several sizes of buckets, with which it fits in memory. All
+        other estimates keep ``BUCKET_BYTES``."""
+        layout, stages = option.layout, self.of_all.chain.stages_of(option.firsts)
+        ranks = [layout.mesh().stage_ranks(layout.pipeline.rank_of(stage)) for stage in range(len(stages))]
+        priced = zip(ranks, option.stage_layouts, strict=True)
+        if not all(self.of(each).prices.knows(own) for each, own in priced):
+            return option
+        works = [self._assembled(layout, stages, option.recompute, size) for size in BUCKETS]
+        usual, *larger = works if works[0] != works[-1] else works[:1]
+        times = [simulated_s(layout, work, self.cluster) for work in larger if not self._too_full(layout, work)]
+        usual_s = simulated_s(layout, usual, self.cluster) if times else 1.0
+        return msgspec.structs.replace(option, step_s=option.step_s * min([1.0, *(each / usual_s for each in times)]))
+
+    def _assembled(
+        self, layout: Layout, stages: Sequence[range], kinds: Sequence[Recompute], bucket_bytes: int = BUCKET_BYTES
+    ) -> StepWork:
         works = [self.works(layout, number, kind) for number, kind in enumerate(kinds)]
-        work = self.of_all.assembled(layout, stages, works)
+        work = self.of_all.assembled(layout, stages, works, bucket_bytes)
         if not layout.stage_sizes:
             return work
         ends = [(of.facts[layers[0]], of.facts[layers[-1]])
