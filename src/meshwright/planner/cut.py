@@ -169,9 +169,20 @@ def live_bytes(graph: Graph, forward: Sequence[Operator]) -> list[float]:
         changes[made_at[name] + 1] += graph.tensors[name].num_bytes
         changes[end + 1] -= graph.tensors[name].num_bytes
     live = list(itertools.accumulate(changes[: len(forward)]))
-    for first, end in _buffer_spans(graph, place):  # only one stage may hold a buffer
+    for first, end in (*_buffer_spans(graph, place), *_call_spans(forward)):  # a stage holds the whole span
         live[first + 1 : end + 1] = [inf] * (end - first)
     return live
+
+
+def _call_spans(forward: Sequence[Operator]) -> list[tuple[int, int]]:
+    """The positions of the first and the last of the operators of each call of the model that has several, such as the
+    product and the addition of a dense layer. Their backward is one: between them, the gradient of a weight would
+    cross."""
+    spans: dict[int, tuple[int, int]] = {}
+    for index, operator in enumerate(forward):
+        if operator.sequence >= 0:
+            spans[operator.sequence] = spans.get(operator.sequence, (index, index))[0], index
+    return [(first, end) for first, end in spans.values() if end > first]
 
 
 def _buffer_spans(graph: Graph, place: dict[str, int]) -> list[tuple[int, int]]:
