@@ -7,10 +7,13 @@ from functools import cache
 
 import pytest
 import torch
+from torch import nn
+from transformers import ViTConfig, ViTForImageClassification
 
 import meshwright as mw
 from meshwright.errors import MeshwrightError
 from meshwright.ir.graph import Graph
+from meshwright.ir.stages import cut as cut_graph
 from meshwright.ir.stages import forward_operators
 from meshwright.models import UNet, segmentation_loss
 from meshwright.planner import cut
@@ -60,6 +63,32 @@ def test_no_other_cut_has_a_faster_slowest_stage(model: str, num_stages: int) ->
     chosen = tuple(positions.index(first) for first in firsts)
     best = min(slowest_stage_s(graph, some) for some in itertools.combinations(range(len(positions)), num_stages - 1))
     assert slowest_stage_s(graph, chosen) == pytest.approx(best)
+
+
+def test_gradients_of_weights_cross_no_cut() -> None:
+    """A dense layer in bfloat16 is a product and an addition, with one backward. Between them, few bytes are live."""
+    config = ViTConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model: nn.Module = ViTForImageClassification(config).to(torch.bfloat16)
+        batch = {
+            "pixel_values": torch.zeros(4, 3, 16, 16, dtype=torch.bfloat16),
+            "labels": torch.zeros(4, dtype=torch.int64),
+        }
+    graph = mw.capture(model, lambda net, given: net(**given).loss, batch)
+    forward, producers = forward_operators(graph), graph.producers()
+    points = cut.cut_points(graph, forward, None)
+    assert points
+    for point in points:
+        divided = cut_graph(graph, (forward[point.position].name,))
+        for entry in graph.gradients:
+            operator = producers[entry.gradient or ""]
+            while operator.target == "aten.t.default":
+                made = divided.stage_of[operator.name]
+                operator = producers[operator.inputs[0]]
+                assert divided.stage_of[operator.name] == made
 
 
 def test_a_gpt_is_cut_between_its_blocks() -> None:

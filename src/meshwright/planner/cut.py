@@ -175,14 +175,16 @@ def live_bytes(graph: Graph, forward: Sequence[Operator]) -> list[float]:
 
 
 def _call_spans(forward: Sequence[Operator]) -> list[tuple[int, int]]:
-    """The positions of the first and the last of the operators of each call of the model that has several, such as the
-    product and the addition of a dense layer. Their backward is one: between them, the gradient of a weight would
-    cross."""
+    """The positions of the first product and of the last operator of each call of the model that begins with a product,
+    such as the product and the addition of a dense layer. They have one backward: between them, the gradient of the
+    weight would cross."""
     spans: dict[int, tuple[int, int]] = {}
     for index, operator in enumerate(forward):
-        if operator.sequence >= 0:
-            spans[operator.sequence] = spans.get(operator.sequence, (index, index))[0], index
-    return [(first, end) for first, end in spans.values() if end > first]
+        if operator.sequence in spans:
+            spans[operator.sequence] = spans[operator.sequence][0], index
+        elif operator.sequence >= 0 and operator.flops:
+            spans[operator.sequence] = index, index
+    return list(spans.values())
 
 
 def _buffer_spans(graph: Graph, place: dict[str, int]) -> list[tuple[int, int]]:
