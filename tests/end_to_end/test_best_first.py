@@ -130,7 +130,7 @@ def check_bounds(placed: Sequence[PlacedPipeline], search: BestFirst) -> None:
     ],
 )  # fmt: skip
 def test_the_fastest_of_all_pipelines_is_found(name: str, unlike: bool, measured: bool) -> None:
-    devices = cluster(name, unlike=unlike)
+    devices = cluster(name, unlike=unlike).without_graphs()
     devices = measured_times(devices) if measured else devices
     homes = homes_on(devices, MUCH)
     search = search_on(homes)

@@ -251,6 +251,7 @@ def test_plan_refuses_what_means_nothing_there(words: str, option: str, capsys: 
 
 
 def test_simulate_compares_schedules_under_jitter(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_file.write_text(run_file.read_text().replace("[64, 16, 10]", "[64, 64, 64, 64, 10]"))
     layout = ["--layout.dp", "1", "--layout.pp", "2", "--layout.microbatches", "4", "--ranks", "2"]
     names = ["--schedule", "1f1b", "--schedule", "message-driven"]
     arguments = ["simulate", str(run_file), *layout, *names, "--seeds", "3", "--jitter", "0.3"]

@@ -86,9 +86,9 @@ def test_gradients_of_weights_cross_no_cut() -> None:
         for entry in graph.gradients:
             operator = producers[entry.gradient or ""]
             while operator.target == "aten.t.default":
-                made = divided.stage_of[operator.name]
+                stage = divided.stage_of[operator.name]
                 operator = producers[operator.inputs[0]]
-                assert divided.stage_of[operator.name] == made
+                assert divided.stage_of[operator.name] == stage
 
 
 def test_a_gpt_is_cut_between_its_blocks() -> None:

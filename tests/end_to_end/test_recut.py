@@ -23,7 +23,7 @@ from meshwright.planner.inter_op.option import Option
 from meshwright.planner.inter_op.pipelines import Pipelines
 from meshwright.planner.inter_op.recut import Recut, may_recut, moved, recut
 
-CLUSTER = mw.Cluster.load("h100-box4-ndr400x1", 8)
+CLUSTER = mw.Cluster.load("h100-box4-ndr400x1", 8).without_graphs()
 
 
 @cache

@@ -231,9 +231,8 @@ def test_the_memory_of_one_sample_limits_it(size: int) -> None:
 @pytest.mark.parametrize(("cluster", "kind"), [(SLOW, "communication"), (H100, "computing")])
 def test_time_limits_it(cluster: mw.Cluster, kind: str) -> None:
     """Beside a plan that is much faster, what takes the time of dp2 is named; beside one as fast, nothing is."""
-    graph = gpt()
-    layouts = mw.Layout(dp=2), mw.Layout(pp=2)
-    plans = [msgspec.structs.replace(mw.plan(graph, cluster, devices=2, layout=each), graphs=False) for each in layouts]
+    graph, cluster = gpt(), cluster.without_graphs()
+    plans = [mw.plan(graph, cluster, devices=2, layout=each) for each in (mw.Layout(dp=2), mw.Layout(pp=2))]
     alone, plan = foretell(PlanLowering(graph), plans[0], cluster), plans[1]
     (limit,) = limits(plan, graph, cluster, step_s=alone.played.step_s / 2)
     assert limit.kind == kind
