@@ -32,7 +32,7 @@ CASES = [
     Case("function_names", "--steps 25 --files 30 --goal 0 --goal-tokens 0", "next tokens", "head", "batch@dp"),
     Case("gshard_text", "--steps 25 --goal 4.9", "held-out text", "layers.*.experts", "v@tp", lower=True),
     Case("date_formats", "--steps 100 --goal 5", "held-out dates right", "decoder", "batch@dp"),
-    Case("googlenet_digits", "--steps 12 --goal 12", "held-out digits right", "head", "batch@dp"),
+    Case("googlenet_digits", "--steps 60 --goal 30", "held-out digits right", "head", "batch@dp"),
     Case("alexnet_2012", "--steps 130 --goal 15", "held-out digits right", "convolutions.3", "channel@tp"),
     Case("softmax_regression", "--steps 20 --goal 60", "held-out digits right", "layers.*", "batch@dp"),
     Case("exclusive_or", "", "points right", "layers.*", "batch@dp"),
