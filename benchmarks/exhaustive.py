@@ -6,7 +6,7 @@ submeshes x recomputation of each stage x ZeRO stages, of two stages each with i
 the prices of layers, and the fastest of them are lowered and simulated as whole models, like the finalists of the
 search. Strategies of operators are those of the integer program, which ``tests/pure/test_intra_op.py`` compares with
 brute force. Three quarters of the clusters with two boxes have unlike boxes. ``tests/end_to_end/test_exhaustive.py``
-asserts the same of a few. It takes about 20 minutes of one core. The exit code is 1 if a target is missed.
+asserts the same of a few. It takes more than half an hour of one core. The exit code is 1 if a target is missed.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import torch
 
 import meshwright as mw
 from benchmarks.unlike import slowed
+from meshwright.cost.occupancy import peak_memory
 from meshwright.cost.optimizer import ADAMW
 from meshwright.ir.cluster import Cluster, CollectiveTiming
 from meshwright.ir.graph import Graph
@@ -29,6 +30,7 @@ from meshwright.planner.inter_op.chain import chain_of
 from meshwright.planner.inter_op.layer_work import LayerPrices
 from meshwright.planner.inter_op.option import REFUSALS, Option
 from meshwright.planner.inter_op.pipelines import Pipelines
+from meshwright.planner.inter_op.rounds import periods
 from meshwright.planner.inter_op.stage_bounds import StageBounds
 from meshwright.planner.inter_op.stage_homes import PlacedPipeline, StageHomes, of_sizes
 from meshwright.planner.inter_op.unequal import UnequalStages
@@ -195,6 +197,23 @@ def without_tp(homes: StageHomes) -> list[PlacedPipeline]:
         return {layout.of_stage(number).tp for number in range(layout.pp)}
 
     return [placed for placed in every_pipeline(homes) if tp(placed.layout) == {1}]
+
+
+def test_only_stages_whose_memory_needs_it_have_more_zero() -> None:
+    """One of two stages is too full without ZeRO."""
+    layout = Layout(dp=2, pp=2, microbatches=1, schedule="gpipe")
+    plain = homes_on(cluster("cpu-local", unlike=False), MUCH)
+    count = len(plain.of_all.chain.layers)
+    stages = [range(1), range(1, count)]
+    without = plain.lightest(layout, stages)
+    assert without is not None
+    first, last = (memory.peak_bytes for memory in peak_memory(without.work, periods(layout)[0]))
+    assert first != last
+    homes = homes_on(cluster("cpu-local", unlike=False), max(first, last) - 1)
+    placed = homes.lightest(msgspec.structs.replace(layout, zero=3), stages, 0)
+    assert placed is not None
+    assert placed.layout.stage_zero == ((3, 0) if first > last else (0, 3))
+    assert homes.option(placed).peak_bytes < max(first, last)
 
 
 def test_where_memory_is_short_stages_recompute_or_share_their_state() -> None:

@@ -174,6 +174,7 @@ def test_a_gap_is_named_and_closed_by_the_nearest(
         (Layout(mixed=(4,)), "mixed4"),
         (Layout(dp=2, zero=-1), "a ZeRO stage for each parameter"),
         (Layout(pp=2, stage_sizes=({"dp": 2}, {"tp": 2})), "stages of {'dp': 2} and {'tp': 2}"),
+        (Layout(dp=2, pp=2, microbatches=2, zero=1, stage_zero=(1, 0)), "ZeRO stages 1/0"),
         (Layout(dp=2, replicas=2, consistency="local(16)"), "2 replicas under local(16)"),
         (Layout(tp=2, pin={"head": "none@tp"}), "pins of head"),
         (Layout(dp=2, zero=3, offload="optimizer"), "optimizer state on the host"),

@@ -266,8 +266,9 @@ def _single_changes(layout: Layout, batch_size: int, cluster: Cluster) -> Iterat
     ]
     wanted += [{"recompute": kind} for kind in RECOMPUTE[RECOMPUTE.index(layout.recompute) + 1 :]]
     if shares > 1:
-        alike = {"stage_zero": ()} if layout.stage_zero else {}
-        wanted += [{"zero": level, **alike} for level in range(max(layout.zero + (not alike), 1), 4)]
+        alike = {"stage_zero": ()} if layout.stage_zero else {}  # all stages as much as the stage with the most
+        least = layout.zero if alike else max(layout.zero, 0) + 1
+        wanted += [{"zero": level, **alike} for level in range(least, 4)]
     if layout.offload == "none" and cluster.device.kind != "cpu":
         wanted.append({"offload": "optimizer"})
     if layout.pp > 1 and layout.schedule == "gpipe":

@@ -50,7 +50,8 @@ class ChunkedStages:
         return [self.homes.option(placed) for placed in sorted(faster, key=lambda placed: placed.step_s)[:AKIN]]
 
     def _clearly_less_s(self, best: Option) -> float:
-        """The seconds below which a step is shorter than that of ``best`` by more than ``ALIKE``."""
+        """The longest time of a step, in seconds, that counts as clearly shorter than the step of ``best``: shorter by
+        ``ALIKE``."""
         return min(best.likely_s, simulated_s(best.layout, best.work, self.homes.cluster)) / (1 + ALIKE)
 
     def _layouts(self, fastest: Sequence[Option]) -> Iterator[Layout]:

@@ -168,18 +168,17 @@ class StageHomes:
         )
 
     def with_larger_buckets(self, option: Option) -> Option:
-        """The option with an estimate for the fastest of several sizes of buckets, with which it fits in memory. All
-        other estimates keep ``BUCKET_BYTES``."""
+        """The option with an estimate for the fastest of the sizes of ``BUCKETS`` with which it fits in memory. All
+        other estimates keep the first of these sizes."""
         layout, stages = option.layout, self.of_all.chain.stages_of(option.firsts)
         ranks = [layout.mesh().stage_ranks(layout.pipeline.rank_of(stage)) for stage in range(len(stages))]
         priced = zip(ranks, option.stage_layouts, strict=True)
         if not all(self.of(each).prices.knows(own) for each, own in priced):
             return option
-        works = [self._assembled(layout, stages, option.recompute, size) for size in BUCKETS]
-        usual, *larger = works if works[0] != works[-1] else works[:1]
-        times = [simulated_s(layout, work, self.cluster) for work in larger if not self._too_full(layout, work)]
-        usual_s = simulated_s(layout, usual, self.cluster) if times else 1.0
-        return msgspec.structs.replace(option, step_s=option.step_s * min([1.0, *(each / usual_s for each in times)]))
+        usual, *larger = [self._assembled(layout, stages, option.recompute, size) for size in BUCKETS]
+        works = [usual, *(work for work in larger if not self._too_full(layout, work))]
+        times = [simulated_s(layout, work, self.cluster) for work in works]
+        return msgspec.structs.replace(option, step_s=option.step_s * (min(times) / times[0]))
 
     def _assembled(
         self, layout: Layout, stages: Sequence[range], kinds: Sequence[Recompute], bucket_bytes: int = BUCKET_BYTES
